@@ -1,0 +1,279 @@
+"""Builds one extension, attention_ext/_C.abi3.so, with ninja.
+
+Three kinds of source, three sets of flags: tier files (kernels compiled once per instruction set),
+the other kernel files (torch-free: they don't even get torch's include path), and glue. CUDA is
+decided here, and the reason is printed.
+Environment: MAX_JOBS (parallel compilations), CXX, ATTENTION_EXT_CUDA (auto, on, off).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+from build_backend import DEFAULT_TORCH, add_torch_to_path  # noqa: E402
+
+CSRC = ROOT / "csrc"
+NINJA_DIR = ROOT / "build" / "ninja"
+
+COMMON_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{CSRC}"]
+# -ffp-contract=off: a product is fused where the source says fma and nowhere else.
+KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno"]
+GLUE_FLAGS = ["-O2", "-fopenmp"]  # without -fopenmp at::parallel_for silently runs on one thread
+
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+TIER_FLAGS: dict[str, list[str]] = {"baseline": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    TIER_FLAGS |= {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS}
+TIER_MACROS = [f"-DATTENTION_EXT_HAVE_{tier.upper()}" for tier in TIER_FLAGS if tier != "baseline"]
+
+NO_TORCH = f"""the extension is compiled against the torch it will run with, and there is none here.
+Install one first, then repeat the command:
+    pip install {DEFAULT_TORCH}"""
+
+
+class BuildError(SystemExit):
+    """Ends the build with a message that says what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"\nattention_ext: {message}\n")
+
+
+def torch_requirement() -> str:
+    """The run-time requirement: the minor version built against, as far as torch's C++ ABI holds."""
+    if "sdist" in sys.argv or not add_torch_to_path():
+        return "torch>=2.11"
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return f"torch=={major}.{minor}.*"
+
+
+def decide_cuda(torch_cuda: str | None) -> tuple[bool, str]:
+    """Whether CUDA kernels are built, and the reason if not."""
+    wish = os.environ.get("ATTENTION_EXT_CUDA", "auto")
+    if wish not in ("auto", "on", "off"):
+        raise BuildError(f"ATTENTION_EXT_CUDA must be auto, on or off, got {wish!r}")
+    if wish == "off":
+        reason = "ATTENTION_EXT_CUDA=off"
+    elif not (CSRC / "cuda").is_dir():
+        reason = "this version has no CUDA sources yet"
+    elif torch_cuda is None:
+        reason = "torch is a CPU build (torch.version.cuda is None)"
+    else:
+        reason = "no nvcc was looked for: the CUDA build is not wired up yet"
+    if wish == "on":
+        raise BuildError(f"ATTENTION_EXT_CUDA=on, but a CUDA build is not possible: {reason}")
+    return False, reason
+
+
+def job_count() -> int:
+    """MAX_JOBS, or one for each core and 2 GB of memory (a file with torch's headers takes 1 to 1.6)."""
+    if os.environ.get("MAX_JOBS"):
+        return max(1, int(os.environ["MAX_JOBS"]))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cores, memory // (2 << 30)))
+
+
+def find_ninja() -> str:
+    if importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    on_path = shutil.which("ninja")
+    if on_path is None:
+        raise BuildError(
+            "ninja is needed to build without isolation: pip install ninja nlohmann_json"
+        )
+    return on_path
+
+
+def include_dir_of(package: str) -> str:
+    """The folder `include` inside an installed package, which is not imported for that."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError(
+            f"{package} is needed to build without isolation: pip install ninja {package}"
+        )
+    return str(Path(next(iter(spec.submodule_search_locations))) / "include")
+
+
+def openmp_link_flags(torch_root: Path) -> list[str]:
+    """Torch's own libgomp where it ships one (its name may carry a hash): two must never meet."""
+    shipped = sorted(
+        [*torch_root.glob("lib/libgomp*.so*"), *torch_root.parent.glob("torch.libs/libgomp*.so*")]
+    )
+    return [str(shipped[0])] if shipped else ["-fopenmp"]
+
+
+def python_include() -> str:
+    include = sysconfig.get_path("include")
+    if not (Path(include) / "Python.h").is_file():
+        raise BuildError(f"{include}/Python.h is missing: apt install python3-dev")
+    return include
+
+
+def ninja_escape(text: str) -> str:
+    return text.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+class NinjaBuild(build_ext):
+    """Writes build/ninja/build.ninja, runs ninja, puts the library and _build_info.py in their place."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if not add_torch_to_path():
+            raise BuildError(NO_TORCH)
+        import torch
+
+        _, cuda_reason = decide_cuda(torch.version.cuda)
+        print(f"attention_ext: CPU only: {cuda_reason}", flush=True)
+
+        cxx = shlex.split(os.environ.get("CXX", "g++"))
+        if shutil.which(cxx[0]) is None:
+            raise BuildError(f"no C++ compiler: {cxx[0]} not found (apt install g++)")
+        version_line = subprocess.run(
+            [*cxx, "--version"], capture_output=True, text=True, check=True
+        ).stdout
+        compiler = version_line.splitlines()[0]
+
+        write_if_changed(NINJA_DIR / "build.ninja", self.ninja_text(cxx, compiler))
+        ninja = [find_ninja(), "-C", str(NINJA_DIR), f"-j{job_count()}"]
+        if subprocess.run(ninja, env={"NINJA_STATUS": "[%f/%t %es] ", **os.environ}).returncode:
+            raise BuildError("the compilation failed; the first error is above")
+
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.copy_file(str(NINJA_DIR / target.name), str(target))
+        info = "\n".join(
+            [
+                '"""What the extension was built for and with. Written by setup.py."""',
+                "",
+                f"TORCH_VERSION: str = {str(torch.__version__)!r}",
+                f"CXX11_ABI: bool = {bool(torch.compiled_with_cxx11_abi())!r}",
+                f"TORCH_CUDA: str | None = {torch.version.cuda!r}",
+                "CUDA: str | None = None",
+                f"CUDA_REASON: str = {cuda_reason!r}",
+                f"COMPILER: str = {compiler!r}",
+                f"TIERS: tuple[str, ...] = {tuple(TIER_FLAGS)!r}",
+                "",
+            ]
+        )
+        write_if_changed(target.parent / "_build_info.py", info)
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        built = Path(self.build_lib) / "attention_ext" / "_build_info.py"
+        write_if_changed(ROOT / "attention_ext" / "_build_info.py", built.read_text())
+
+    def ninja_text(self, cxx: list[str], compiler: str) -> str:
+        """One line per object. Another torch or compiler changes the command lines: ninja rebuilds."""
+        import torch
+
+        torch_root = Path(torch.__file__ or "").parent
+        torch_includes = [
+            torch_root / "include",
+            torch_root / "include" / "torch" / "csrc" / "api" / "include",
+        ]
+        glue_includes = [
+            *map(str, torch_includes),
+            include_dir_of("nlohmann_json"),
+            python_include(),
+        ]
+        common = [*COMMON_FLAGS, *TIER_MACROS, f'-DATTENTION_EXT_COMPILER="{compiler}"']
+        kernel = [*common, *KERNEL_FLAGS]
+        glue = [
+            *common,
+            *GLUE_FLAGS,
+            f'-DATTENTION_EXT_TORCH_VERSION="{torch.__version__}"',
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            *(word for include in glue_includes for word in ("-isystem", include)),
+        ]
+        objects: list[str] = []
+        lines = [
+            "ninja_required_version = 1.5",
+            "rule compile",
+            f"  command = {shlex.join(cxx)} -MD -MF $out.d $flags -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = $out",
+            "rule link",
+            f"  command = {shlex.join(cxx)} -shared $in -o $out $flags",
+            "  description = $out",
+            "",
+        ]
+
+        def compile_one(source: Path, suffix: str, flags: list[str]) -> None:
+            target = f"{source.relative_to(CSRC).as_posix()}{suffix}.o"
+            objects.append(target)
+            lines.append(f"build {ninja_escape(target)}: compile {ninja_escape(str(source))}")
+            lines.append("  flags = " + shlex.join(flags).replace("$", "$$"))
+
+        for source in sorted(CSRC.rglob("*.cpp")):
+            folder = source.parent.relative_to(CSRC).as_posix()
+            if folder.startswith(("cuda", "kernels/cuda")):
+                continue
+            if folder == "kernels/cpu/tiers":
+                for tier, tier_flags in TIER_FLAGS.items():
+                    compile_one(
+                        source, f".{tier}", [*kernel, *tier_flags, f"-DATTENTION_EXT_TIER={tier}"]
+                    )
+            elif folder.startswith("kernels"):
+                compile_one(source, "", kernel)
+            else:
+                compile_one(source, "", glue)
+
+        link = [
+            *(
+                f"-L{torch_root / 'lib'}",
+                "-Wl,--no-as-needed",
+                "-lc10",
+                "-ltorch_cpu",
+                "-Wl,--as-needed",
+            ),
+            *openmp_link_flags(torch_root),
+            *("-Wl,-z,defs", "-Wl,-rpath,$ORIGIN/../torch/lib"),
+        ]
+        lines.append(f"build _C.abi3.so: link {' '.join(map(ninja_escape, objects))}")
+        lines.append("  flags = " + shlex.join(link).replace("$", "$$"))
+        lines.append("default _C.abi3.so")
+        return "\n".join(lines) + "\n"
+
+
+class FreshBuildPy(build_py):
+    """Empties its target first: pip builds in the tree, and a deleted module must not reach a wheel."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "attention_ext", ignore_errors=True)
+        super().run()
+
+
+setup(
+    ext_modules=[Extension("attention_ext._C", sources=[], py_limited_api=True)],
+    cmdclass={"build_ext": NinjaBuild, "build_py": FreshBuildPy},
+    install_requires=[torch_requirement()],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
