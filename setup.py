@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -25,6 +26,8 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 from build_backend import DEFAULT_TORCH, add_torch_to_path  # noqa: E402
+
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's, not needed here
 
 CSRC = ROOT / "csrc"
 NINJA_DIR = ROOT / "build" / "ninja"
@@ -54,7 +57,7 @@ class BuildError(SystemExit):
 
 
 def torch_requirement() -> str:
-    """The run-time requirement: the minor version built against, as far as torch's C++ ABI holds."""
+    """The run-time requirement: the minor version built against, since torch's ABI ends there."""
     if "sdist" in sys.argv or not add_torch_to_path():
         return "torch>=2.11"
     import torch
@@ -82,7 +85,7 @@ def decide_cuda(torch_cuda: str | None) -> tuple[bool, str]:
 
 
 def job_count() -> int:
-    """MAX_JOBS, or one for each core and 2 GB of memory (a file with torch's headers takes 1 to 1.6)."""
+    """MAX_JOBS, or one for each core and 2 GB of memory (torch's headers take 1 to 1.6)."""
     if os.environ.get("MAX_JOBS"):
         return max(1, int(os.environ["MAX_JOBS"]))
     cores = (
@@ -141,13 +144,15 @@ def write_if_changed(path: Path, text: str) -> None:
 
 
 class NinjaBuild(build_ext):
-    """Writes build/ninja/build.ninja, runs ninja, puts the library and _build_info.py in their place."""
+    """Writes build/ninja/build.ninja, runs ninja, puts the library and _build_info.py in place."""
 
     def build_extension(self, ext: Extension) -> None:
         if not add_torch_to_path():
             raise BuildError(NO_TORCH)
         import torch
 
+        if tuple(map(int, str(torch.__version__).split(".")[:2])) < (2, 11):
+            raise BuildError(f"torch 2.11 or newer is needed, this is torch {torch.__version__}")
         _, cuda_reason = decide_cuda(torch.version.cuda)
         print(f"attention_ext: CPU only: {cuda_reason}", flush=True)
 
@@ -189,7 +194,7 @@ class NinjaBuild(build_ext):
         write_if_changed(ROOT / "attention_ext" / "_build_info.py", built.read_text())
 
     def ninja_text(self, cxx: list[str], compiler: str) -> str:
-        """One line per object. Another torch or compiler changes the command lines: ninja rebuilds."""
+        """One line per object. Another torch or compiler changes command lines: ninja rebuilds."""
         import torch
 
         torch_root = Path(torch.__file__ or "").parent
@@ -263,7 +268,7 @@ class NinjaBuild(build_ext):
 
 
 class FreshBuildPy(build_py):
-    """Empties its target first: pip builds in the tree, and a deleted module must not reach a wheel."""
+    """Empties its target first: pip builds in the tree, and a deleted module must not stay."""
 
     def run(self) -> None:
         if not self.editable_mode:

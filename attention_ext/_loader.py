@@ -6,7 +6,9 @@ exist.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -50,10 +52,18 @@ def _registered() -> bool:
     return bool(torch._C._dispatch_has_kernel("attention_ext::attention"))
 
 
+def _resident() -> bool:
+    """True if this very file is in the process, whoever loaded it."""
+    try:
+        ctypes.CDLL(str(LIBRARY), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False
+    return True
+
+
 def load() -> None:
     """Loads the library unless this very file is loaded already (reloading the package is fine)."""
-    resident: set[str] = torch.ops.loaded_libraries
-    if str(LIBRARY) in resident:
+    if _resident():
         return
     if not LIBRARY.is_file() or importlib.util.find_spec("attention_ext._build_info") is None:
         raise ImportError(
@@ -73,7 +83,8 @@ def load() -> None:
         bool(torch.compiled_with_cxx11_abi()),
     )
     if _registered():
-        others = ", ".join(sorted(p for p in resident if Path(p).name == LIBRARY.name))
+        loaded: set[str] = torch.ops.loaded_libraries
+        others = ", ".join(sorted(path for path in loaded if Path(path).name == LIBRARY.name))
         raise ImportError(
             "attention_ext's ops are already registered in this process by another copy.\n"
             f"  loaded:   {others or 'unknown (not loaded through torch.ops.load_library)'}\n"

@@ -1,0 +1,87 @@
+# Every verb works on a bare checkout: it makes an environment, installs what it needs, builds, does its job.
+# An active virtual or conda environment that already has torch is used instead of .venv.
+#   make test TORCH=torch==2.14.1 PYTHON=python3.12      other versions
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
+HAS_TORCH := $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" -c \
+	'import importlib.util as u; print("yes" if u.find_spec("torch") else "")' 2>/dev/null))
+ENV := $(if $(HAS_TORCH),$(ACTIVE),$(CURDIR)/.venv)
+PY := $(ENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install
+# An installation is done once for each environment, torch and set of extras.
+STAMP := build/env/$(subst /,_,$(ENV))-$(if $(HAS_TORCH),own-torch,$(subst =,_,$(TORCH)))
+
+# The demo's model comes in a package; nothing is fetched at run time.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help demo test check lint format bench build clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    attention of ours and torch's in a real model, side by side; pictures in out/"
+	@echo "make test    everything;  make check  the part that takes under two minutes"
+	@echo "make bench   speed against torch;  make lint  ruff, mypy, clang-format;  make format"
+	@echo "make build   the extension alone, in place;  make clean  removes what was built"
+
+demo: $(STAMP)-demo build
+	$(PY) examples/demo.py
+
+test: $(STAMP)-test build
+	$(PY) -m pytest
+
+check: $(STAMP)-test build
+	$(PY) -m pytest -m "not slow"
+
+lint: $(STAMP)-lint
+	$(ENV)/bin/ruff check
+	$(ENV)/bin/ruff format --check
+	$(PY) -m mypy
+	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0r $(ENV)/bin/clang-format --dry-run -Werror
+
+format: $(STAMP)-lint
+	$(ENV)/bin/ruff check --fix
+	$(ENV)/bin/ruff format
+	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0r $(ENV)/bin/clang-format -i
+
+bench: $(STAMP)-bench build
+	$(PY) -m benchmarks
+
+build: $(STAMP)-build
+	$(PY) setup.py -q build_ext --inplace
+
+clean:
+	rm -rf build dist *.egg-info attention_ext/*.so attention_ext/_build_info.py
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# What building needs; then the package itself, editable, with the extras a verb needs.
+$(STAMP)-build: $(ENV)/pyvenv.cfg pyproject.toml
+	$(if $(HAS_TORCH),,$(PIP) "$(TORCH)")
+	$(PIP) "setuptools>=77" ninja nlohmann_json
+	@mkdir -p $(@D) && touch $@
+
+$(STAMP)-demo: EXTRAS := demo
+$(STAMP)-test: EXTRAS := test,demo
+$(STAMP)-lint: EXTRAS := lint,test,demo
+$(STAMP)-bench: EXTRAS := bench
+$(STAMP)-demo $(STAMP)-test $(STAMP)-lint $(STAMP)-bench: $(STAMP)-build setup.py
+	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
+	@touch $@
+
+# What Debian leaves out is said before anything large is downloaded.
+$(CURDIR)/.venv/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "attention_ext needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: apt install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig as s; \
+		sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || { \
+		echo "Python.h is missing: apt install python3-dev"; exit 1; }
+	@command -v $(firstword $(or $(CXX),g++)) >/dev/null || { echo "no C++ compiler: apt install g++"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# An active environment is as it is (conda's has no pyvenv.cfg).
+$(ACTIVE)/pyvenv.cfg: ;
