@@ -8,8 +8,9 @@ import attention_ext
 from attention_ext import _build_info, _loader
 
 
-def main() -> None:
-    op = getattr(torch.ops.attention_ext, "_cpu_capability", None)
+def report() -> str:
+    """The build in a few lines, one fact a line."""
+    capability = getattr(torch.ops.attention_ext, "_cpu_capability", None)
     rows = {
         "attention_ext": attention_ext.__version__,
         "library": str(_loader.LIBRARY),
@@ -18,13 +19,12 @@ def main() -> None:
         "CUDA": _build_info.CUDA or f"not built: {_build_info.CUDA_REASON}",
         "compiler": _build_info.COMPILER,
         "CPU tiers built": ", ".join(_build_info.TIERS),
-        "CPU tier in use": op() if op is not None else "unknown",
+        "CPU tier in use": capability() if capability is not None else "unknown",
         "threads": str(torch.get_num_threads()),
     }
     width = max(map(len, rows))
-    for name, value in rows.items():
-        print(f"{name:<{width}}  {value}")
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 if __name__ == "__main__":
-    main()
+    print(report())
