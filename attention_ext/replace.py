@@ -1,0 +1,96 @@
+"""replace_attention: swaps torch.nn.MultiheadAttention for ours inside an existing model.
+
+Called by users once, before training or evaluation. Imports modules only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from attention_ext.modules import MultiheadAttention
+
+__all__ = ["replace_attention"]
+
+# What names a module's members: the new module needs its own, to add to.
+_CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def replace_attention(model: nn.Module) -> int:
+    r"""Replace every :class:`torch.nn.MultiheadAttention` inside ``model``, in place.
+
+    The new modules hold the very same parameters, buffers, submodules and hooks (so optimizers,
+    tied weights and the handles of registered hooks keep working), and keep names, training mode,
+    device, pruning and parametrizations. A module that is shared stays shared. Afterwards every
+    attention call runs the fused operator: :class:`torch.nn.TransformerEncoderLayer` can no longer
+    go around the module in evaluation, and :class:`torch.nn.TransformerEncoder` no longer turns
+    padded input into nested tensors (its output keeps the padded length).
+
+    Subclasses are left alone, because they may compute something else; so are references to
+    replaced modules that are not submodules (in plain lists or closures).
+
+    Args:
+        model: any module; compile or wrap it for distributed training afterwards.
+
+    Returns:
+        How many modules were replaced; 0 is not an error.
+
+    Raises:
+        ValueError: ``model`` is itself a :class:`torch.nn.MultiheadAttention`, which cannot be
+            replaced in place.
+
+    Example::
+
+        >>> model = torch.nn.Transformer(64, 4, 2, 2)
+        >>> attention_ext.replace_attention(model)
+        6
+    """
+    if _is_torch_attention(model):
+        raise ValueError(
+            "replace_attention swaps the submodules of a model, and this model is itself a "
+            "torch.nn.MultiheadAttention. Wrap it: model = torch.nn.ModuleList([model]); "
+            "replace_attention(model); model = model[0]"
+        )
+    replaced: dict[nn.Module, MultiheadAttention] = {}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is None or not _is_torch_attention(child):
+                continue
+            if child not in replaced:
+                replaced[child] = _convert(child)
+            parent._modules[name] = replaced[child]
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(inner, MultiheadAttention) for inner in module.modules()
+        ):
+            module.use_nested_tensor = False
+    return len(replaced)
+
+
+def _is_torch_attention(module: nn.Module) -> bool:
+    return parametrize.type_before_parametrizations(module) is nn.MultiheadAttention
+
+
+def _convert(module: nn.Module) -> MultiheadAttention:
+    """Make one of ours around the state of a torch module.
+
+    The dictionaries of hooks are shared, not copied: the handles that users hold refer to them.
+    """
+    state = dict(module.__dict__)
+    for name in _CONTAINERS:
+        state[name] = state[name].copy()
+    converted = cast(MultiheadAttention, MultiheadAttention.__new__(_class_for(module)))
+    converted.__setstate__(state)
+    return converted
+
+
+def _class_for(module: nn.Module) -> type[MultiheadAttention]:
+    """Return our class, with the properties that parametrization gave the module's class."""
+    if not parametrize.is_parametrized(module):
+        return MultiheadAttention
+    members: dict[str, Any] = dict(type(module).__dict__)
+    for slot in ("__dict__", "__weakref__"):
+        members.pop(slot, None)
+    return type(type(module).__name__, (MultiheadAttention,), members)
