@@ -5,7 +5,7 @@ Called by users once, before training or evaluation. Imports modules only.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -81,7 +81,8 @@ def _convert(module: nn.Module) -> MultiheadAttention:
     state = dict(module.__dict__)
     for name in _CONTAINERS:
         state[name] = state[name].copy()
-    converted = cast(MultiheadAttention, MultiheadAttention.__new__(_class_for(module)))
+    cls = _class_for(module)
+    converted = cls.__new__(cls)
     converted.__setstate__(state)
     return converted
 
