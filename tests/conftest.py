@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(autouse=True)
 def _equal_start() -> Iterator[None]:
-    """Every test draws the same random numbers whatever ran before it, and leaves torch as it was."""
+    """Every test draws the same random numbers whatever ran before it, and leaves no trace."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     yield
