@@ -1,0 +1,1 @@
+"""Speed of attention_ext against torch and against the machine: `python -m benchmarks --help`."""

@@ -1,0 +1,61 @@
+"""python -m benchmarks: every row against torch, printed, and written to out/benchmarks/."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from attention_ext.__main__ import report as build_report
+from benchmarks.measure import Mismatch, Result, measure
+from benchmarks.report import HEADER, line, verdict, write_json, write_picture
+from benchmarks.rows import all_rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", metavar="REGEX", help="the rows whose name matches")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the time for each row")
+    parser.add_argument("--seconds", type=float, default=1.5, help="time for each row (1.5)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of both sides (2)")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="for JSON and PNG")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows and stop")
+    arguments = parser.parse_args()
+
+    rows = [row for row in all_rows() if re.search(arguments.only or "", row.name)]
+    if arguments.list:
+        print(*(row.name for row in rows), sep="\n")
+        return
+    if not rows:
+        parser.error(f"no row matches {arguments.only!r}; --list names them all")
+
+    torch.set_num_threads(arguments.threads)
+    print(build_report())
+    print("\nratio = torch's time / ours, the median over repetitions that time both in turn\n")
+    print(HEADER)
+    results: list[Result] = []
+    errors: list[str] = []
+    seconds = arguments.seconds / 5 if arguments.quick else arguments.seconds
+    bar = tqdm(rows, unit="row", leave=False)
+    for row in bar:
+        bar.set_postfix_str(row.name)
+        try:
+            results.append(measure(row, seconds=seconds, threads=arguments.threads))
+        except (Mismatch, RuntimeError, NotImplementedError) as error:
+            errors.append(f"{row.name}: {str(error).splitlines()[0]}")
+            tqdm.write(f"{row.name:<54} did not run: {str(error).splitlines()[0]}")
+        else:
+            tqdm.write(line(results[-1]))
+    print("\n" + verdict(results, errors))
+    if results:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        write_json(arguments.out / "benchmarks.json", results, errors)
+        write_picture(arguments.out / "benchmarks.png", results)
+        print(f"Written: {arguments.out / 'benchmarks.json'} and benchmarks.png beside it.")
+
+
+if __name__ == "__main__":
+    main()
