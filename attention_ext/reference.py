@@ -60,8 +60,8 @@ def attention(
 
     Returns:
         ``out`` (..., H, L, Ev), then the natural-log ``logsumexp`` (..., H, L) if ``return_lse``,
-        then the weights after dropout if ``return_weights``: (..., H, L, S), or for ``"mean"`` their
-        mean over the heads, (..., L, S).
+        then, if ``return_weights``, the weights after dropout: (..., H, L, S), or for ``"mean"``
+        their mean over the heads, (..., L, S).
 
     Raises:
         RuntimeError: for shapes and dtypes that do not go together.
@@ -176,11 +176,12 @@ def varlen_attention(
         )
         outs.append(out.transpose(0, 1))
         lses.append(lse)
-    if not outs:
-        result = query.new_zeros(
-            0, query.size(1), value.size(2), dtype=compute_dtype or query.dtype
-        )
-        return (result, result.new_zeros(query.size(1), 0)) if return_lse else result
+    if not outs:  # no sequence: nothing, which is differentiable all the same
+        dtype = compute_dtype or query.dtype
+        nothing = (query.sum() + key.sum() + value.sum()).to(dtype)
+        outs.append(nothing.expand(0, query.size(1), value.size(2)))
+        wide = torch.promote_types(dtype, torch.float32)
+        lses.append(nothing.to(wide).expand(query.size(1), 0))
     return (torch.cat(outs), torch.cat(lses, -1)) if return_lse else torch.cat(outs)
 
 
