@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attention_ext import _ops
 from attention_ext._module_checks import (
     check_mask_dtype,
     check_shapes,
@@ -390,10 +391,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             "softcap": self.softcap,
             "dropout_p": dropout_p,
         }
-        heads, lse, residual = torch.ops.attention_ext.attention(q, k, v, *tensors, **scalars)
+        heads, lse, residual = _ops.attention(q, k, v, *tensors, **scalars)
         if average is None:
             return heads, None
-        weights = torch.ops.attention_ext.attention_weights(
+        weights = _ops.attention_weights(
             q, k, *tensors, lse, residual, average_heads=average, **scalars
         )
         return heads, weights

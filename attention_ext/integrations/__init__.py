@@ -1,0 +1,1 @@
+"""Adapters that put the fused operator inside other libraries; each imports its library itself."""
