@@ -28,7 +28,7 @@ help:
 	@echo "make build   the extension alone, in place;  make clean  removes what was built"
 
 demo: $(STAMP)-demo build
-	$(PY) examples/demo.py
+	$(PY) examples/minilm.py --out out
 
 test: $(STAMP)-test build
 	$(PY) -m pytest
