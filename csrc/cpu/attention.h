@@ -1,5 +1,6 @@
-// The CPU's half of the op family: allocate, fill params, hand ranges of work to the kernels. The arguments
-// have been checked and the options normalised (csrc/common/checks.h) before any of these is called.
+// The CPU's half of the op family: allocate, fill params, hand ranges of work to the kernels. The
+// arguments have been checked and the options normalised (csrc/common/checks.h) before any of these
+// is called.
 #pragma once
 
 #include "ops/attention.h"
@@ -22,7 +23,8 @@ at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
 
 Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
                                    const at::Tensor& key, const AttentionOptions& options,
-                                   const at::Tensor& logsumexp, const at::Tensor& logsumexp_residual,
-                                   bool average_heads, std::array<bool, 4> wanted);
+                                   const at::Tensor& logsumexp,
+                                   const at::Tensor& logsumexp_residual, bool average_heads,
+                                   std::array<bool, 4> wanted);
 
 }  // namespace attention_ext::cpu

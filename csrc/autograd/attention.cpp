@@ -1,0 +1,137 @@
+// Derivatives of attention. One node per call, whose backward is the attention_backward op; that op
+// has a node of its own here, whose backward is an explicit formula (composite.h), so that any
+// order works, under any transform. A call with tangents (forward mode) takes the dense formula at
+// its own level.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include "autograd/saved_arguments.h"
+#include "common/checks.h"
+#include "common/composite.h"
+
+namespace attention_ext {
+namespace {
+
+using torch::autograd::collect_next_edges;
+using torch::autograd::compute_requires_grad;
+using torch::autograd::set_history;
+using torch::autograd::variable_list;
+
+class AttentionBackward final : public AttentionNode {
+ public:
+  std::string name() const override { return "AttentionBackward"; }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto wanted = wanted_outputs<5>();
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(5);
+    SavedArguments::Unpacked unpack(saved, this);
+    const auto query = unpack.tensor(), key = unpack.tensor(), value = unpack.tensor();
+    const auto options = unpack.options();
+    const auto output = unpack.tensor(), logsumexp = unpack.tensor(), residual = unpack.tensor();
+    auto [grad_query, grad_key, grad_value, grad_bias, grad_sinks] =
+        attention_backward(given(grads[0]), given(grads[1]), query, key, value, options, output,
+                           logsumexp, residual, wanted);
+    return {grad_query, grad_key, grad_value, grad_bias, grad_sinks};
+  }
+};
+
+Tensor3 attention_autograd(TensorArg query, TensorArg key, TensorArg value,
+                           const AttentionOptions& options) {
+  const auto& bias = options.attn_bias;
+  const auto& sinks = options.sinks;
+  check_constants(options);
+  if (any_tangent(query, key, value, bias, sinks)) {
+    return composite::attention(query, key, value, check_attention(query, key, value, options));
+  }
+  if (!compute_requires_grad(query, key, value, bias, sinks)) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return attention(query, key, value, options);
+  }
+  auto node = c10::make_intrusive<AttentionBackward>();
+  node->set_next_edges(collect_next_edges(query, key, value, bias, sinks));
+  auto [output, logsumexp, residual] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return attention(query, key, value, options);
+  }();
+  set_history(output, node);
+  set_history(logsumexp, node);
+  auto& saved = node->saved;
+  saved.reserve(6 + kOptionTensors);
+  saved.keep(query);
+  saved.keep(key);
+  saved.keep(value);
+  saved.keep(options);
+  saved.keep(output, /*is_output=*/true);
+  saved.keep(logsumexp, /*is_output=*/true);
+  saved.keep(residual);
+  return {std::move(output), std::move(logsumexp), std::move(residual)};
+}
+
+class AttentionDoubleBackward final : public AttentionNode {
+ public:
+  std::string name() const override { return "AttentionDoubleBackward"; }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto wanted = wanted_outputs<7>();
+    SavedArguments::Unpacked unpack(saved, this);
+    const auto grad_output = unpack.optional(), grad_logsumexp = unpack.optional();
+    const auto query = unpack.tensor(), key = unpack.tensor(), value = unpack.tensor();
+    const auto options = unpack.options();
+    const auto result = composite::attention_double_backward(
+        {grads[0], grads[1], grads[2], grads[3], grads[4]}, grad_output, grad_logsumexp, query, key,
+        value, options, wanted);
+    return variable_list(result.begin(), result.end());
+  }
+};
+
+Tensor5 attention_backward_autograd(OptionalArg grad_output, OptionalArg grad_logsumexp,
+                                    TensorArg query, TensorArg key, TensorArg value,
+                                    const AttentionOptions& options, TensorArg output,
+                                    TensorArg logsumexp, TensorArg logsumexp_residual,
+                                    std::array<bool, 5> wanted) {
+  const auto& bias = options.attn_bias;
+  const auto& sinks = options.sinks;
+  if (any_tangent(grad_output, grad_logsumexp, query, key, value, bias, sinks)) {
+    const auto checked =
+        check_attention_backward(grad_output, grad_logsumexp, query, key, value, options, output,
+                                 logsumexp, logsumexp_residual, wanted);
+    return composite::attention_backward(grad_output, grad_logsumexp, query, key, value, checked,
+                                         wanted);
+  }
+  const auto run = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return attention_backward(grad_output, grad_logsumexp, query, key, value, options, output,
+                              logsumexp, logsumexp_residual, wanted);
+  };
+  if (!compute_requires_grad(grad_output, grad_logsumexp, query, key, value, bias, sinks))
+    return run();
+
+  auto node = c10::make_intrusive<AttentionDoubleBackward>();
+  node->set_next_edges(
+      collect_next_edges(grad_output, grad_logsumexp, query, key, value, bias, sinks));
+  auto grads = run();
+  std::apply([&](auto&... grad) { (set_history(grad, node), ...); }, grads);
+  auto& saved = node->saved;
+  saved.reserve(5 + kOptionTensors);
+  saved.keep(grad_output);
+  saved.keep(grad_logsumexp);
+  saved.keep(query);
+  saved.keep(key);
+  saved.keep(value);
+  saved.keep(options);
+  return grads;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attention_ext, Autograd, m) {
+  m.impl("attention", AttentionOp::unboxed<attention_autograd>);
+  m.impl("attention_backward", AttentionBackwardOp::unboxed<attention_backward_autograd>);
+}
+
+}  // namespace attention_ext

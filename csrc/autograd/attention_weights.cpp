@@ -1,0 +1,145 @@
+// Derivatives of attention_weights: of query, key, attn_bias and logsumexp. What reaches logsumexp
+// enters attention's own backward there as grad_logsumexp, so there is no second softmax anywhere.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include "autograd/saved_arguments.h"
+#include "common/checks.h"
+#include "common/composite.h"
+
+namespace attention_ext {
+namespace {
+
+using torch::autograd::collect_next_edges;
+using torch::autograd::compute_requires_grad;
+using torch::autograd::set_history;
+using torch::autograd::variable_list;
+
+class AttentionWeightsBackward final : public AttentionNode {
+ public:
+  bool average_heads = false;
+
+  std::string name() const override { return "AttentionWeightsBackward"; }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    AttentionNode::compiled_args(args);
+    args.collect(average_heads);
+  }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto wanted = wanted_outputs<4>();
+    if (!grads[0].defined()) return variable_list(4);
+    SavedArguments::Unpacked unpack(saved, this);
+    const auto query = unpack.tensor(), key = unpack.tensor();
+    const auto options = unpack.options();
+    const auto logsumexp = unpack.tensor(), residual = unpack.tensor();
+    auto [grad_query, grad_key, grad_bias, grad_logsumexp] = attention_weights_backward(
+        grads[0], query, key, options, logsumexp, residual, average_heads, wanted);
+    return {grad_query, grad_key, grad_bias, grad_logsumexp};
+  }
+};
+
+at::Tensor attention_weights_autograd(TensorArg query, TensorArg key,
+                                      const AttentionOptions& options, TensorArg logsumexp,
+                                      TensorArg logsumexp_residual, bool average_heads) {
+  const auto& bias = options.attn_bias;
+  check_constants(options);
+  if (any_tangent(query, key, bias, logsumexp)) {
+    const auto checked =
+        check_attention_weights(query, key, options, logsumexp, logsumexp_residual);
+    return composite::attention_weights(query, key, checked, logsumexp, logsumexp_residual,
+                                        average_heads);
+  }
+  const auto run = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return attention_weights(query, key, options, logsumexp, logsumexp_residual, average_heads);
+  };
+  if (!compute_requires_grad(query, key, bias, logsumexp)) return run();
+
+  auto node = c10::make_intrusive<AttentionWeightsBackward>();
+  node->set_next_edges(collect_next_edges(query, key, bias, logsumexp));
+  node->average_heads = average_heads;
+  auto weights = run();
+  set_history(weights, node);
+  auto& saved = node->saved;
+  saved.reserve(4 + kOptionTensors);
+  saved.keep(query);
+  saved.keep(key);
+  saved.keep(options);
+  saved.keep(logsumexp);
+  saved.keep(logsumexp_residual);
+  return weights;
+}
+
+class AttentionWeightsDoubleBackward final : public AttentionNode {
+ public:
+  bool average_heads = false;
+
+  std::string name() const override { return "AttentionWeightsDoubleBackward"; }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    AttentionNode::compiled_args(args);
+    args.collect(average_heads);
+  }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto wanted = wanted_outputs<5>();
+    SavedArguments::Unpacked unpack(saved, this);
+    const auto grad_weights = unpack.tensor(), query = unpack.tensor(), key = unpack.tensor();
+    const auto options = unpack.options();
+    const auto logsumexp = unpack.tensor(), residual = unpack.tensor();
+    const auto result = composite::attention_weights_double_backward(
+        {grads[0], grads[1], grads[2], grads[3]}, grad_weights, query, key, options, logsumexp,
+        residual, average_heads, wanted);
+    return variable_list(result.begin(), result.end());
+  }
+};
+
+Tensor4 attention_weights_backward_autograd(TensorArg grad_weights, TensorArg query, TensorArg key,
+                                            const AttentionOptions& options, TensorArg logsumexp,
+                                            TensorArg logsumexp_residual,
+                                            std::array<bool, 4> wanted, bool average_heads) {
+  const auto& bias = options.attn_bias;
+  if (any_tangent(grad_weights, query, key, bias, logsumexp)) {
+    const auto checked = check_attention_weights_backward(
+        grad_weights, query, key, options, logsumexp, logsumexp_residual, average_heads, wanted);
+    return composite::attention_weights_backward(grad_weights, query, key, checked, logsumexp,
+                                                 logsumexp_residual, average_heads, wanted);
+  }
+  const auto run = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return attention_weights_backward(grad_weights, query, key, options, logsumexp,
+                                      logsumexp_residual, average_heads, wanted);
+  };
+  if (!compute_requires_grad(grad_weights, query, key, bias, logsumexp)) return run();
+
+  auto node = c10::make_intrusive<AttentionWeightsDoubleBackward>();
+  node->set_next_edges(collect_next_edges(grad_weights, query, key, bias, logsumexp));
+  node->average_heads = average_heads;
+  auto grads = run();
+  std::apply([&](auto&... grad) { (set_history(grad, node), ...); }, grads);
+  auto& saved = node->saved;
+  saved.reserve(5 + kOptionTensors);
+  saved.keep(grad_weights);
+  saved.keep(query);
+  saved.keep(key);
+  saved.keep(options);
+  saved.keep(logsumexp);
+  saved.keep(logsumexp_residual);
+  return grads;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(attention_ext, Autograd, m) {
+  m.impl("attention_weights", AttentionWeightsOp::unboxed<attention_weights_autograd>);
+  m.impl("attention_weights_backward",
+         AttentionWeightsBackwardOp::unboxed<attention_weights_backward_autograd>);
+}
+
+}  // namespace attention_ext

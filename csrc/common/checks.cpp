@@ -1,0 +1,598 @@
+// See checks.h. One macro, one sentence a check; tests/test_errors.py finds the sentences here and
+// asks each of them of a wrong call, so a new check needs a case there.
+#include "common/checks.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
+
+#include <cmath>
+
+namespace attention_ext {
+namespace {
+
+constexpr int64_t kPositionLimit = int64_t{1} << 61;  // sums of a few positions stay inside int64
+
+bool holds(bool condition) { return condition; }
+bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+
+// The sentence begins with the argument's name; it must be the first string after the condition.
+#define CHECK_ARGUMENT(op, condition, ...) TORCH_CHECK(holds(condition), op, ": ", __VA_ARGS__)
+
+using Sizes = c10::SymIntArrayRef;
+
+// A size that broadcasts: 1, or the full size. Decided without a guard where the size is 1 for
+// certain.
+bool fits(const c10::SymInt& size, const c10::SymInt& full) {
+  return TORCH_GUARD_OR_FALSE(size.sym_eq(1)) || holds(size.sym_eq(full));
+}
+
+bool same(Sizes left, Sizes right) {
+  if (left.size() != right.size()) return false;
+  for (size_t d = 0; d < left.size(); ++d) {
+    if (!holds(left[d].sym_eq(right[d]))) return false;
+  }
+  return true;
+}
+
+bool is_dense(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized();
+}
+
+std::string layout_of(const at::Tensor& tensor) {
+  if (tensor.is_nested()) return "nested";
+  if (tensor.is_quantized()) return "quantized";
+  std::ostringstream text;
+  text << tensor.layout();
+  return text.str();
+}
+
+// What the arguments of one call are measured against.
+struct Call {
+  const char* op;
+  const at::Tensor& query;
+  Sizes batch;  // the query's leading dimensions
+  c10::SymInt heads, queries, keys;
+  at::ScalarType dtype, accumulation;
+  at::Device device;
+};
+
+bool is_own_or_float(const Call& call, const at::Tensor& tensor) {
+  return tensor.scalar_type() == call.dtype || tensor.scalar_type() == call.accumulation;
+}
+
+c10::SymDimVector join(Sizes left, std::initializer_list<c10::SymInt> right) {
+  c10::SymDimVector sizes(left.begin(), left.end());
+  sizes.append(right.begin(), right.end());
+  return sizes;
+}
+
+void check_query(const char* op, const at::Tensor& query) {
+  CHECK_ARGUMENT(op, is_dense(query), "query must be a dense strided tensor, got layout ",
+                 layout_of(query));
+  const auto dtype = query.scalar_type();
+  CHECK_ARGUMENT(
+      op,
+      dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
+      "query must be float64, float32, bfloat16 or float16, got ", dtype);
+  CHECK_ARGUMENT(op, query.dim() >= 3,
+                 "query must have at least 3 dimensions (heads, length, size), got ",
+                 query.sym_sizes());
+}
+
+void check_key(const char* op, const at::Tensor& query, const at::Tensor& key) {
+  CHECK_ARGUMENT(op, is_dense(key), "key must be a dense strided tensor, got layout ",
+                 layout_of(key));
+  CHECK_ARGUMENT(op, key.device() == query.device(), "key must be on the query's device ",
+                 query.device(), ", got ", key.device());
+  CHECK_ARGUMENT(op, key.scalar_type() == query.scalar_type(), "key must have the query's dtype ",
+                 query.scalar_type(), ", got ", key.scalar_type());
+  CHECK_ARGUMENT(op, key.dim() == query.dim(),
+                 "key must have the query's number of dimensions, got ", key.sym_sizes(),
+                 " beside a query of ", query.sym_sizes());
+  const auto q = query.sym_sizes(), k = key.sym_sizes();
+  const auto batch = q.size() - 3;
+  CHECK_ARGUMENT(op, same(k.slice(0, batch), q.slice(0, batch)),
+                 "key must have the query's batch dimensions, got ", k, " beside a query of ", q);
+  CHECK_ARGUMENT(op, k[batch + 2].sym_eq(q[batch + 2]), "key must have the query's size E, got ", k,
+                 " beside a query of ", q);
+  if (TORCH_GUARD_OR_FALSE(k[batch].sym_eq(0))) {
+    CHECK_ARGUMENT(op, q[batch].sym_eq(0), "key has no heads, but the query has: ", k,
+                   " beside a query of ", q);
+    return;
+  }
+  CHECK_ARGUMENT(op, (q[batch] % k[batch]).sym_eq(0),
+                 "query's heads must be a multiple of the key's heads, got ", q[batch], " and ",
+                 k[batch]);
+}
+
+void check_value(const char* op, const at::Tensor& query, const at::Tensor& key,
+                 const at::Tensor& value) {
+  CHECK_ARGUMENT(op, is_dense(value), "value must be a dense strided tensor, got layout ",
+                 layout_of(value));
+  CHECK_ARGUMENT(op, value.device() == query.device(), "value must be on the query's device ",
+                 query.device(), ", got ", value.device());
+  CHECK_ARGUMENT(op, value.scalar_type() == query.scalar_type(),
+                 "value must have the query's dtype ", query.scalar_type(), ", got ",
+                 value.scalar_type());
+  CHECK_ARGUMENT(op, value.dim() == query.dim(),
+                 "value must have the query's number of dimensions, got ", value.sym_sizes(),
+                 " beside a query of ", query.sym_sizes());
+  const auto k = key.sym_sizes(), v = value.sym_sizes();
+  const auto batch = k.size() - 3;
+  CHECK_ARGUMENT(op, same(v.slice(0, batch), k.slice(0, batch)),
+                 "value must have the query's batch dimensions, got ", v, " beside a query of ",
+                 query.sym_sizes());
+  CHECK_ARGUMENT(op, v[batch].sym_eq(k[batch]), "value must have the key's number of heads, got ",
+                 v, " beside a key of ", k);
+  CHECK_ARGUMENT(op, v[batch + 1].sym_eq(k[batch + 1]), "value must have the key's length S, got ",
+                 v, " beside a key of ", k);
+}
+
+bool fits_scores(const Call& call, const at::Tensor& mask) {
+  const auto sizes = mask.sym_sizes();
+  const auto full = mask.dim() == 2 ? join({}, {call.queries, call.keys})
+                                    : join(call.batch, {call.heads, call.queries, call.keys});
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (!fits(sizes[d], full[d])) return false;
+  }
+  return true;
+}
+
+c10::SymDimVector scores_shape(const Call& call) {
+  return join(call.batch, {call.heads, call.queries, call.keys});
+}
+
+void check_attn_mask(const Call& call, const at::Tensor& mask) {
+  CHECK_ARGUMENT(call.op, is_dense(mask), "attn_mask must be a dense strided tensor, got layout ",
+                 layout_of(mask));
+  CHECK_ARGUMENT(call.op, mask.device() == call.device, "attn_mask must be on the query's device ",
+                 call.device, ", got ", mask.device());
+  CHECK_ARGUMENT(
+      call.op, mask.scalar_type() == at::kBool,
+      "attn_mask must be bool, True where a key takes part (a float mask is attn_bias), got ",
+      mask.scalar_type());
+  CHECK_ARGUMENT(call.op, mask.dim() != 3 || call.query.dim() == 3,
+                 "attn_mask with 3 dimensions could mean (B, L, S) or (H, L, S): unsqueeze(1) or "
+                 "unsqueeze(0) it to the query's number of dimensions, got ",
+                 mask.sym_sizes(), " beside a query of ", call.query.sym_sizes());
+  CHECK_ARGUMENT(call.op, mask.dim() == 2 || mask.dim() == call.query.dim(),
+                 "attn_mask must be (L, S) or have the query's number of dimensions, got ",
+                 mask.sym_sizes(), " beside a query of ", call.query.sym_sizes());
+  CHECK_ARGUMENT(call.op, fits_scores(call, mask),
+                 "attn_mask must have each dimension full or 1, got ", mask.sym_sizes(),
+                 " for scores of ", Sizes(scores_shape(call)));
+}
+
+void check_attn_bias(const Call& call, const at::Tensor& bias) {
+  CHECK_ARGUMENT(call.op, is_dense(bias), "attn_bias must be a dense strided tensor, got layout ",
+                 layout_of(bias));
+  CHECK_ARGUMENT(call.op, bias.device() == call.device, "attn_bias must be on the query's device ",
+                 call.device, ", got ", bias.device());
+  CHECK_ARGUMENT(call.op, is_own_or_float(call, bias), "attn_bias must be ", call.dtype, " or ",
+                 call.accumulation, " (a bool mask is attn_mask), got ", bias.scalar_type());
+  CHECK_ARGUMENT(call.op, bias.dim() != 3 || call.query.dim() == 3,
+                 "attn_bias with 3 dimensions could mean (B, L, S) or (H, L, S): unsqueeze(1) or "
+                 "unsqueeze(0) it to the query's number of dimensions, got ",
+                 bias.sym_sizes(), " beside a query of ", call.query.sym_sizes());
+  CHECK_ARGUMENT(call.op, bias.dim() == 2 || bias.dim() == call.query.dim(),
+                 "attn_bias must be (L, S) or have the query's number of dimensions, got ",
+                 bias.sym_sizes(), " beside a query of ", call.query.sym_sizes());
+  CHECK_ARGUMENT(call.op, fits_scores(call, bias),
+                 "attn_bias must have each dimension full or 1, got ", bias.sym_sizes(),
+                 " for scores of ", Sizes(scores_shape(call)));
+}
+
+void check_key_mask(const Call& call, const at::Tensor& mask) {
+  CHECK_ARGUMENT(call.op, is_dense(mask), "key_mask must be a dense strided tensor, got layout ",
+                 layout_of(mask));
+  CHECK_ARGUMENT(call.op, mask.device() == call.device, "key_mask must be on the query's device ",
+                 call.device, ", got ", mask.device());
+  CHECK_ARGUMENT(call.op, mask.scalar_type() == at::kBool || is_own_or_float(call, mask),
+                 "key_mask must be bool, ", call.dtype, " or ", call.accumulation, ", got ",
+                 mask.scalar_type());
+  const auto expected = join(call.batch, {call.keys});
+  CHECK_ARGUMENT(call.op, same(mask.sym_sizes(), expected),
+                 "key_mask must have the query's batch dimensions and S, ", Sizes(expected),
+                 ", got ", mask.sym_sizes());
+}
+
+void check_sinks(const Call& call, const at::Tensor& sinks) {
+  CHECK_ARGUMENT(call.op, is_dense(sinks), "sinks must be a dense strided tensor, got layout ",
+                 layout_of(sinks));
+  CHECK_ARGUMENT(call.op, sinks.device() == call.device, "sinks must be on the query's device ",
+                 call.device, ", got ", sinks.device());
+  CHECK_ARGUMENT(call.op, is_own_or_float(call, sinks), "sinks must be ", call.dtype, " or ",
+                 call.accumulation, ", got ", sinks.scalar_type());
+  CHECK_ARGUMENT(call.op, sinks.dim() == 1 && holds(sinks.sym_size(0).sym_eq(call.heads)),
+                 "sinks must have one value a query head, (", call.heads, "), got ",
+                 sinks.sym_sizes());
+}
+
+void check_alibi_slopes(const Call& call, const at::Tensor& slopes) {
+  CHECK_ARGUMENT(call.op, is_dense(slopes),
+                 "alibi_slopes must be a dense strided tensor, got layout ", layout_of(slopes));
+  CHECK_ARGUMENT(call.op, slopes.device() == call.device,
+                 "alibi_slopes must be on the query's device ", call.device, ", got ",
+                 slopes.device());
+  CHECK_ARGUMENT(call.op, is_own_or_float(call, slopes), "alibi_slopes must be ", call.dtype,
+                 " or ", call.accumulation, ", got ", slopes.scalar_type());
+  const auto expected = join(call.batch, {call.heads});
+  CHECK_ARGUMENT(call.op,
+                 same(slopes.sym_sizes(), Sizes(expected).slice(call.batch.size())) ||
+                     same(slopes.sym_sizes(), expected),
+                 "alibi_slopes must be (H) or have the query's batch dimensions and H, ",
+                 Sizes(expected), ", got ", slopes.sym_sizes());
+}
+
+bool is_integer(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt;
+}
+
+// Values can be read here: an ordinary CPU tensor (a fake one is on meta, a GPU's would cost a
+// wait).
+bool is_readable(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.has_storage();
+}
+
+void check_query_offsets(const Call& call, const at::Tensor& offsets,
+                         const AttentionOptions& options) {
+  CHECK_ARGUMENT(call.op, is_dense(offsets),
+                 "query_offsets must be a dense strided tensor, got layout ", layout_of(offsets));
+  CHECK_ARGUMENT(call.op, offsets.device() == call.device,
+                 "query_offsets must be on the query's device ", call.device, ", got ",
+                 offsets.device());
+  CHECK_ARGUMENT(call.op, is_integer(offsets), "query_offsets must be int64 or int32, got ",
+                 offsets.scalar_type());
+  CHECK_ARGUMENT(call.op, options.query_offset.sym_eq(0),
+                 "query_offset must stay 0 when query_offsets are given, got ",
+                 options.query_offset);
+  if (options.cu_seqlens_q) {
+    CHECK_ARGUMENT(call.op,
+                   offsets.dim() == 1 &&
+                       holds((offsets.sym_size(0) + 1).sym_eq(options.cu_seqlens_q->sym_size(0))),
+                   "query_offsets must have one value a packed sequence, got ", offsets.sym_sizes(),
+                   " beside cu_seqlens_q of ", options.cu_seqlens_q->sym_sizes());
+  } else {
+    CHECK_ARGUMENT(call.op, same(offsets.sym_sizes(), call.batch),
+                   "query_offsets must have the query's batch dimensions ", call.batch, ", got ",
+                   offsets.sym_sizes());
+  }
+  if (!is_readable(offsets) || offsets.numel() == 0) return;
+  const auto values = offsets.to(at::kLong).contiguous();
+  for (int64_t n = 0; n < values.numel(); ++n) {
+    const int64_t offset = values.const_data_ptr<int64_t>()[n];
+    CHECK_ARGUMENT(call.op, -kPositionLimit <= offset && offset <= kPositionLimit,
+                   "query_offsets must lie within 2^61 of 0, got ", offset);
+  }
+}
+
+void check_cu_seqlens_q(const Call& call, const at::Tensor& lengths) {
+  CHECK_ARGUMENT(call.op, is_dense(lengths),
+                 "cu_seqlens_q must be a dense strided tensor, got layout ", layout_of(lengths));
+  CHECK_ARGUMENT(call.op, lengths.device() == call.device,
+                 "cu_seqlens_q must be on the query's device ", call.device, ", got ",
+                 lengths.device());
+  CHECK_ARGUMENT(call.op, is_integer(lengths), "cu_seqlens_q must be int64 or int32, got ",
+                 lengths.scalar_type());
+  CHECK_ARGUMENT(call.op, lengths.dim() == 1 && holds(lengths.sym_size(0).sym_ge(1)),
+                 "cu_seqlens_q must have one dimension and at least one value, got ",
+                 lengths.sym_sizes());
+}
+
+void check_cu_seqlens_k(const Call& call, const at::Tensor& lengths, const at::Tensor& lengths_q) {
+  CHECK_ARGUMENT(call.op, is_dense(lengths),
+                 "cu_seqlens_k must be a dense strided tensor, got layout ", layout_of(lengths));
+  CHECK_ARGUMENT(call.op, lengths.device() == call.device,
+                 "cu_seqlens_k must be on the query's device ", call.device, ", got ",
+                 lengths.device());
+  CHECK_ARGUMENT(call.op, is_integer(lengths), "cu_seqlens_k must be int64 or int32, got ",
+                 lengths.scalar_type());
+  CHECK_ARGUMENT(call.op, same(lengths.sym_sizes(), lengths_q.sym_sizes()),
+                 "cu_seqlens_k must have cu_seqlens_q's shape ", lengths_q.sym_sizes(), ", got ",
+                 lengths.sym_sizes());
+}
+
+void check_cu_seqlens_values(const Call& call, const AttentionOptions& options) {
+  if (!is_readable(*options.cu_seqlens_q) || !is_readable(*options.cu_seqlens_k)) return;
+  const auto starts_q = options.cu_seqlens_q->to(at::kLong).contiguous();
+  const auto starts_k = options.cu_seqlens_k->to(at::kLong).contiguous();
+  const int64_t* q = starts_q.const_data_ptr<int64_t>();
+  const int64_t* k = starts_k.const_data_ptr<int64_t>();
+  const int64_t sequences = starts_q.numel() - 1;
+  CHECK_ARGUMENT(call.op, q[0] == 0, "cu_seqlens_q must start at 0, got ", q[0]);
+  CHECK_ARGUMENT(call.op, k[0] == 0, "cu_seqlens_k must start at 0, got ", k[0]);
+  for (int64_t n = 0; n < sequences; ++n) {
+    CHECK_ARGUMENT(call.op, q[n] <= q[n + 1], "cu_seqlens_q must never fall, got ", q[n],
+                   " before ", q[n + 1]);
+    CHECK_ARGUMENT(call.op, k[n] <= k[n + 1], "cu_seqlens_k must never fall, got ", k[n],
+                   " before ", k[n + 1]);
+  }
+  CHECK_ARGUMENT(call.op, call.queries.sym_eq(q[sequences]),
+                 "cu_seqlens_q must end at the query's length ", call.queries, ", got ",
+                 q[sequences]);
+  CHECK_ARGUMENT(call.op, call.keys.sym_eq(k[sequences]),
+                 "cu_seqlens_k must end at the key's length ", call.keys, ", got ", k[sequences]);
+}
+
+void check_packed(const Call& call, const AttentionOptions& options) {
+  CHECK_ARGUMENT(call.op, options.cu_seqlens_q.has_value(),
+                 "cu_seqlens_q must be given when cu_seqlens_k is, got None");
+  CHECK_ARGUMENT(call.op, options.cu_seqlens_k.has_value(),
+                 "cu_seqlens_k must be given when cu_seqlens_q is, got None");
+  check_cu_seqlens_q(call, *options.cu_seqlens_q);
+  check_cu_seqlens_k(call, *options.cu_seqlens_k, *options.cu_seqlens_q);
+  CHECK_ARGUMENT(call.op, call.batch.size() == 1 && holds(call.batch[0].sym_eq(1)),
+                 "query must be (1, H, T, E) with cu_seqlens (packed sequences), got ",
+                 call.query.sym_sizes());
+  CHECK_ARGUMENT(
+      call.op, !options.attn_mask.has_value(),
+      "attn_mask does not go with cu_seqlens: packed sequences take key_mask, window and "
+      "is_causal, got a mask of ",
+      options.attn_mask->sym_sizes());
+  CHECK_ARGUMENT(
+      call.op, !options.attn_bias.has_value(),
+      "attn_bias does not go with cu_seqlens: packed sequences take alibi_slopes, got a bias of ",
+      options.attn_bias->sym_sizes());
+  check_cu_seqlens_values(call, options);
+}
+
+void check_dropout(const Call& call, const AttentionOptions& options) {
+  CHECK_ARGUMENT(call.op, options.dropout_p >= 0.0 && options.dropout_p <= 1.0,
+                 "dropout_p must lie between 0 and 1, got ", options.dropout_p);
+  CHECK_ARGUMENT(
+      call.op, options.dropout_p == 0.0 || options.rng_state.has_value(),
+      "rng_state must be given when dropout_p > 0 (attention_ext.make_rng_state makes one), got "
+      "None with dropout_p ",
+      options.dropout_p);
+  if (!options.rng_state) return;
+  const auto& state = *options.rng_state;
+  CHECK_ARGUMENT(call.op, is_dense(state), "rng_state must be a dense strided tensor, got layout ",
+                 layout_of(state));
+  CHECK_ARGUMENT(call.op, state.device() == call.device, "rng_state must be on the query's device ",
+                 call.device, ", got ", state.device());
+  CHECK_ARGUMENT(call.op, state.scalar_type() == at::kLong, "rng_state must be int64, got ",
+                 state.scalar_type());
+  CHECK_ARGUMENT(call.op, state.dim() == 1 && holds(state.sym_size(0).sym_eq(6)),
+                 "rng_state must be (6): seed, offset, heads_total, first head, row and key, got ",
+                 state.sym_sizes());
+}
+
+void check_scalars(const Call& call, const AttentionOptions& options) {
+  CHECK_ARGUMENT(call.op, !options.scale || std::isfinite(*options.scale),
+                 "scale must be finite, or None for 1/sqrt(E), got ", *options.scale);
+  CHECK_ARGUMENT(call.op, std::isfinite(options.softcap) && options.softcap >= 0.0,
+                 "softcap must be finite and at least 0 (0: none), got ", options.softcap);
+  if (options.window_left) {
+    CHECK_ARGUMENT(call.op, options.window_left->sym_ge(0),
+                   "window_left must be at least 0, or None for no limit, got ",
+                   *options.window_left);
+  }
+  if (options.window_right) {
+    CHECK_ARGUMENT(call.op, options.window_right->sym_ge(0),
+                   "window_right must be at least 0, or None for no limit, got ",
+                   *options.window_right);
+  }
+  CHECK_ARGUMENT(call.op,
+                 holds(options.query_offset.sym_ge(-kPositionLimit)) &&
+                     holds(options.query_offset.sym_le(kPositionLimit)),
+                 "query_offset must lie within 2^61 of 0, got ", options.query_offset);
+}
+
+Call describe(const char* op, const at::Tensor& query, const at::Tensor& key) {
+  const auto q = query.sym_sizes();
+  const auto batch = q.size() - 3;
+  const auto dtype = query.scalar_type();
+  return {op,
+          query,
+          q.slice(0, batch),
+          q[batch],
+          q[batch + 1],
+          key.sym_size(-2),
+          dtype,
+          dtype == at::kDouble ? at::kDouble : at::kFloat,
+          query.device()};
+}
+
+std::optional<c10::SymInt> clamp_window(const std::optional<c10::SymInt>& window) {
+  if (window && TORCH_GUARD_OR_FALSE(window->sym_gt(kPositionLimit)))
+    return c10::SymInt(kPositionLimit);
+  return window;
+}
+
+std::optional<at::Tensor> as_int64(const std::optional<at::Tensor>& tensor) {
+  return tensor ? std::optional<at::Tensor>(tensor->to(at::kLong)) : std::nullopt;
+}
+
+AttentionOptions check_options(const Call& call, const AttentionOptions& options) {
+  check_scalars(call, options);
+  if (options.attn_mask) check_attn_mask(call, *options.attn_mask);
+  if (options.attn_bias) check_attn_bias(call, *options.attn_bias);
+  if (options.key_mask) check_key_mask(call, *options.key_mask);
+  if (options.sinks) check_sinks(call, *options.sinks);
+  if (options.alibi_slopes) check_alibi_slopes(call, *options.alibi_slopes);
+  if (options.cu_seqlens_q || options.cu_seqlens_k) check_packed(call, options);
+  if (options.query_offsets) check_query_offsets(call, *options.query_offsets, options);
+  check_dropout(call, options);
+
+  AttentionOptions normal = options;
+  normal.window_left = clamp_window(options.window_left);
+  normal.window_right = options.is_causal ? c10::SymInt(0) : clamp_window(options.window_right);
+  normal.query_offsets = as_int64(options.query_offsets);
+  normal.cu_seqlens_q = as_int64(options.cu_seqlens_q);
+  normal.cu_seqlens_k = as_int64(options.cu_seqlens_k);
+  return normal;
+}
+
+void check_logsumexp(const Call& call, const at::Tensor& logsumexp) {
+  const auto rows = join(call.batch, {call.heads, call.queries});
+  CHECK_ARGUMENT(call.op, is_dense(logsumexp),
+                 "logsumexp must be a dense strided tensor, got layout ", layout_of(logsumexp));
+  CHECK_ARGUMENT(call.op, logsumexp.device() == call.device,
+                 "logsumexp must be on the query's device ", call.device, ", got ",
+                 logsumexp.device());
+  CHECK_ARGUMENT(call.op, logsumexp.scalar_type() == call.accumulation, "logsumexp must be ",
+                 call.accumulation, ", got ", logsumexp.scalar_type());
+  CHECK_ARGUMENT(call.op, same(logsumexp.sym_sizes(), rows), "logsumexp must be ", Sizes(rows),
+                 ", got ", logsumexp.sym_sizes());
+}
+
+void check_residual(const Call& call, const at::Tensor& residual) {
+  const auto rows = join(call.batch, {call.heads, call.queries});
+  CHECK_ARGUMENT(call.op, is_dense(residual),
+                 "logsumexp_residual must be a dense strided tensor, got layout ",
+                 layout_of(residual));
+  CHECK_ARGUMENT(call.op, residual.device() == call.device,
+                 "logsumexp_residual must be on the query's device ", call.device, ", got ",
+                 residual.device());
+  CHECK_ARGUMENT(call.op, residual.scalar_type() == call.accumulation,
+                 "logsumexp_residual must be ", call.accumulation, ", got ",
+                 residual.scalar_type());
+  CHECK_ARGUMENT(call.op, same(residual.sym_sizes(), rows),
+                 "logsumexp_residual must have the shape ", Sizes(rows), ", got ",
+                 residual.sym_sizes());
+}
+
+void check_output(const Call& call, const at::Tensor& output, const c10::SymDimVector& expected) {
+  CHECK_ARGUMENT(call.op, is_dense(output), "output must be a dense strided tensor, got layout ",
+                 layout_of(output));
+  CHECK_ARGUMENT(call.op, output.device() == call.device, "output must be on the query's device ",
+                 call.device, ", got ", output.device());
+  CHECK_ARGUMENT(call.op, output.scalar_type() == call.dtype, "output must have the query's dtype ",
+                 call.dtype, ", got ", output.scalar_type());
+  CHECK_ARGUMENT(call.op, same(output.sym_sizes(), expected), "output must be ", Sizes(expected),
+                 ", got ", output.sym_sizes());
+}
+
+void check_grad_output(const Call& call, const at::Tensor& grad,
+                       const c10::SymDimVector& expected) {
+  CHECK_ARGUMENT(call.op, is_dense(grad), "grad_output must be a dense strided tensor, got layout ",
+                 layout_of(grad));
+  CHECK_ARGUMENT(call.op, grad.device() == call.device,
+                 "grad_output must be on the query's device ", call.device, ", got ",
+                 grad.device());
+  CHECK_ARGUMENT(call.op, grad.scalar_type() == call.dtype,
+                 "grad_output must have the query's dtype ", call.dtype, ", got ",
+                 grad.scalar_type());
+  CHECK_ARGUMENT(call.op, same(grad.sym_sizes(), expected),
+                 "grad_output must have the output's shape ", Sizes(expected), ", got ",
+                 grad.sym_sizes());
+}
+
+void check_grad_logsumexp(const Call& call, const at::Tensor& grad) {
+  const auto rows = join(call.batch, {call.heads, call.queries});
+  CHECK_ARGUMENT(call.op, is_dense(grad),
+                 "grad_logsumexp must be a dense strided tensor, got layout ", layout_of(grad));
+  CHECK_ARGUMENT(call.op, grad.device() == call.device,
+                 "grad_logsumexp must be on the query's device ", call.device, ", got ",
+                 grad.device());
+  CHECK_ARGUMENT(call.op, grad.scalar_type() == call.accumulation, "grad_logsumexp must be ",
+                 call.accumulation, ", got ", grad.scalar_type());
+  CHECK_ARGUMENT(call.op, same(grad.sym_sizes(), rows),
+                 "grad_logsumexp must have logsumexp's shape ", Sizes(rows), ", got ",
+                 grad.sym_sizes());
+}
+
+void check_grad_weights(const Call& call, const at::Tensor& grad, bool average_heads) {
+  const auto expected =
+      average_heads ? join(call.batch, {call.queries, call.keys}) : scores_shape(call);
+  CHECK_ARGUMENT(call.op, is_dense(grad),
+                 "grad_weights must be a dense strided tensor, got layout ", layout_of(grad));
+  CHECK_ARGUMENT(call.op, grad.device() == call.device,
+                 "grad_weights must be on the query's device ", call.device, ", got ",
+                 grad.device());
+  CHECK_ARGUMENT(call.op, grad.scalar_type() == call.dtype,
+                 "grad_weights must have the query's dtype ", call.dtype, ", got ",
+                 grad.scalar_type());
+  CHECK_ARGUMENT(call.op, same(grad.sym_sizes(), expected),
+                 "grad_weights must have the weights' shape ", Sizes(expected), ", got ",
+                 grad.sym_sizes());
+}
+
+Call check_scores_of(const char* op, const at::Tensor& query, const at::Tensor& key,
+                     const AttentionOptions& options) {
+  check_query(op, query);
+  check_key(op, query, key);
+  CHECK_ARGUMENT(op, !options.cu_seqlens_q && !options.cu_seqlens_k,
+                 "cu_seqlens do not go with weights: packed sequences have no dense weights, got "
+                 "cu_seqlens beside a query of ",
+                 query.sym_sizes());
+  return describe(op, query, key);
+}
+
+}  // namespace
+
+AttentionOptions check_attention(const at::Tensor& query, const at::Tensor& key,
+                                 const at::Tensor& value, const AttentionOptions& options) {
+  const char* op = "attention";
+  check_query(op, query);
+  check_key(op, query, key);
+  check_value(op, query, key, value);
+  return check_options(describe(op, query, key), options);
+}
+
+AttentionOptions check_attention_backward(const std::optional<at::Tensor>& grad_output,
+                                          const std::optional<at::Tensor>& grad_logsumexp,
+                                          const at::Tensor& query, const at::Tensor& key,
+                                          const at::Tensor& value, const AttentionOptions& options,
+                                          const at::Tensor& output, const at::Tensor& logsumexp,
+                                          const at::Tensor& logsumexp_residual,
+                                          std::array<bool, 5> wanted) {
+  const char* op = "attention_backward";
+  check_query(op, query);
+  check_key(op, query, key);
+  check_value(op, query, key, value);
+  const auto call = describe(op, query, key);
+  auto normal = check_options(call, options);
+  const auto expected = join(call.batch, {call.heads, call.queries, value.sym_size(-1)});
+  check_output(call, output, expected);
+  check_logsumexp(call, logsumexp);
+  check_residual(call, logsumexp_residual);
+  if (grad_output) check_grad_output(call, *grad_output, expected);
+  if (grad_logsumexp) check_grad_logsumexp(call, *grad_logsumexp);
+  CHECK_ARGUMENT(op, !wanted[3] || options.attn_bias,
+                 "wanted asks for the gradient of attn_bias, which must be given, got None");
+  CHECK_ARGUMENT(op, !wanted[4] || options.sinks,
+                 "wanted asks for the gradient of sinks, which must be given, got None");
+  return normal;
+}
+
+AttentionOptions check_attention_weights(const at::Tensor& query, const at::Tensor& key,
+                                         const AttentionOptions& options,
+                                         const at::Tensor& logsumexp,
+                                         const at::Tensor& logsumexp_residual) {
+  const auto call = check_scores_of("attention_weights", query, key, options);
+  auto normal = check_options(call, options);
+  check_logsumexp(call, logsumexp);
+  check_residual(call, logsumexp_residual);
+  return normal;
+}
+
+AttentionOptions check_attention_weights_backward(const at::Tensor& grad_weights,
+                                                  const at::Tensor& query, const at::Tensor& key,
+                                                  const AttentionOptions& options,
+                                                  const at::Tensor& logsumexp,
+                                                  const at::Tensor& logsumexp_residual,
+                                                  bool average_heads, std::array<bool, 4> wanted) {
+  const auto call = check_scores_of("attention_weights_backward", query, key, options);
+  auto normal = check_options(call, options);
+  check_logsumexp(call, logsumexp);
+  check_residual(call, logsumexp_residual);
+  check_grad_weights(call, grad_weights, average_heads);
+  CHECK_ARGUMENT(
+      call.op, !wanted[2] || options.attn_bias,
+      "wanted asks for the weights' gradient of attn_bias, which must be given, got None");
+  return normal;
+}
+
+void check_constants(const AttentionOptions& options) {
+  CHECK_ARGUMENT(
+      "attention", !options.alibi_slopes || !options.alibi_slopes->requires_grad(),
+      "alibi_slopes are constants and must not require grad (a learned bias is attn_bias), got "
+      "a tensor that does");
+  CHECK_ARGUMENT(
+      "attention", !options.key_mask || !options.key_mask->requires_grad(),
+      "key_mask is a constant and must not require grad (a learned bias is attn_bias), got a "
+      "tensor that does");
+}
+
+}  // namespace attention_ext

@@ -1,0 +1,39 @@
+// The typed C++ entry points: straight to the dispatcher.
+#include "ops/attention.h"
+
+#include "ops/signature.h"
+
+namespace attention_ext {
+
+Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                  const AttentionOptions& options) {
+  return AttentionOp::call(query, key, value, options);
+}
+
+Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
+                           const std::optional<at::Tensor>& grad_logsumexp, const at::Tensor& query,
+                           const at::Tensor& key, const at::Tensor& value,
+                           const AttentionOptions& options, const at::Tensor& output,
+                           const at::Tensor& logsumexp, const at::Tensor& logsumexp_residual,
+                           std::array<bool, 5> wanted) {
+  return AttentionBackwardOp::call(grad_output, grad_logsumexp, query, key, value, options, output,
+                                   logsumexp, logsumexp_residual, wanted);
+}
+
+at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
+                             const AttentionOptions& options, const at::Tensor& logsumexp,
+                             const at::Tensor& logsumexp_residual, bool average_heads) {
+  return AttentionWeightsOp::call(query, key, options, logsumexp, logsumexp_residual,
+                                  average_heads);
+}
+
+Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
+                                   const at::Tensor& key, const AttentionOptions& options,
+                                   const at::Tensor& logsumexp,
+                                   const at::Tensor& logsumexp_residual, bool average_heads,
+                                   std::array<bool, 4> wanted) {
+  return AttentionWeightsBackwardOp::call(grad_weights, query, key, options, logsumexp,
+                                          logsumexp_residual, wanted, average_heads);
+}
+
+}  // namespace attention_ext
