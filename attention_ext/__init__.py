@@ -1,7 +1,29 @@
-"""Fused masked attention for PyTorch: importing it registers torch.ops.attention_ext.*."""
+"""Fused masked attention for PyTorch: importing it registers torch.ops.attention_ext.*.
 
-from attention_ext import _loader
+The functional API, the module and the tool that swaps torch's modules are here; ``reference`` is
+the dense oracle, and ``visualize`` draws weights (it imports matplotlib at its first call).
+"""
 
-_loader.load()
+# functional loads the op library, by way of _ops and _loader.
+from attention_ext import reference, visualize
+from attention_ext.functional import (
+    attention,
+    make_rng_state,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
+from attention_ext.modules import MultiheadAttention
+from attention_ext.replace import replace_attention
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "MultiheadAttention",
+    "attention",
+    "make_rng_state",
+    "reference",
+    "replace_attention",
+    "scaled_dot_product_attention",
+    "varlen_attention",
+    "visualize",
+]

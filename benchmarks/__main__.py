@@ -39,7 +39,7 @@ def main() -> None:
     results: list[Result] = []
     errors: list[str] = []
     seconds = arguments.seconds / 5 if arguments.quick else arguments.seconds
-    bar = tqdm(rows, unit="row", leave=False)
+    bar = tqdm(rows, unit="row", leave=False, disable=None)  # a bar on terminals only
     for row in bar:
         bar.set_postfix_str(row.name)
         try:

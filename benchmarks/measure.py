@@ -1,7 +1,8 @@
 """Timing of one row: both sides in one process, one after the other within every repetition.
 
 A neighbour on the machine then slows both sides alike, and the ratio is taken repetition by
-repetition. The machine's own multiply-add peak is measured right before the row, for the same reason.
+repetition. The machine's own multiply-add peak is measured right before the row,
+for the same reason.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ def fma_peak(threads: int, double: bool) -> float | None:
 
 
 def measure(row: Row, *, seconds: float, threads: int) -> Result:
-    """Times one row for about `seconds`, at least five repetitions."""
-    prepared = row.work.prepare(row.name)
+    """Times one row for about `seconds`, at least three repetitions."""
+    prepared = row.work.prepare()
     _check_same(row.name, prepared)
     spelling, theirs = _fastest(prepared.torch)
     ours = prepared.ours
-    peak = fma_peak(threads, double=getattr(row.work, "dtype", None) == torch.float64)
+    peak = fma_peak(threads, double=row.work.dtype == torch.float64)
 
     ours_count, theirs_count = _count(ours), _count(theirs)
     pairs: list[tuple[float, float]] = []
@@ -80,7 +81,7 @@ def measure(row: Row, *, seconds: float, threads: int) -> Result:
     gc.disable()
     try:
         end = time.perf_counter() + seconds
-        while len(pairs) < 5 or (time.perf_counter() < end and len(pairs) < 200):
+        while len(pairs) < 3 or (time.perf_counter() < end and len(pairs) < 200):
             if len(pairs) % 2:  # either side goes first equally often
                 second = _sample(theirs, theirs_count)
                 pairs.append((_sample(ours, ours_count), second))

@@ -1,16 +1,18 @@
 """The rows of the benchmark: name, work, floor. Fixed shapes, layouts and seeds.
 
 A floor is the least ratio (torch's time over ours) that counts as good enough. A call that takes
-torch less than SMALL_CALL seconds has a floor of its own: there the fixed cost of a call is measured.
+torch less than SMALL_CALL seconds has a floor of its own: it measures the fixed cost of a call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from benchmarks.work import Direction, Mask, ModuleStep, Work
+from benchmarks.work import Attention, Direction, ModuleStep
+from cases import Case
 
 FLOOR = 0.95
 FLOOR_SMALL_CALL = 0.6
@@ -19,16 +21,41 @@ FLOOR_16_BIT_BACKWARD = 2.0
 FLOOR_LEARNED_BIAS = 1.3
 SMALL_CALL = 20e-6
 
-FULL_AND_CAUSAL: tuple[Mask, ...] = ("full", "causal")
 BOTH: tuple[Direction, ...] = ("fwd", "bwd")
-DENSE: tuple[Mask, ...] = ("bool", "float", "padding")
+NAMES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 
 
 @dataclass(frozen=True)
 class Row:
     name: str
-    work: Work | ModuleStep
+    work: Attention | ModuleStep
     floor: float = FLOOR
+
+
+def row(
+    what: str,
+    direction: Direction = "fwd",
+    *,
+    L: int,
+    S: int | None = None,
+    E: int = 64,
+    B: int = 2,
+    H: int = 8,
+    dtype: torch.dtype = torch.float32,
+    learned_bias: bool = False,
+    floor: float = FLOOR,
+    **options: Any,
+) -> Row:
+    """A row named after its type, direction, `what`, and sizes; `options` are those of Case."""
+    keys = L if S is None else S
+    name = f"{NAMES[dtype]} {direction} {what} D{E} S{keys}"
+    case = Case(name, L, keys, E, batch=(B,), heads=H, hidden_bias=False, **options)
+    return Row(name, Attention(case, dtype, direction, learned_bias), floor)
 
 
 def all_rows() -> list[Row]:
@@ -36,7 +63,6 @@ def all_rows() -> list[Row]:
     return [
         *_plain(),
         *_masks(),
-        *_backward(),
         *_dropout_and_bias(),
         *_small_and_decode(),
         *_dtypes(),
@@ -45,117 +71,82 @@ def all_rows() -> list[Row]:
     ]
 
 
+def _kind(causal: bool) -> str:
+    return "causal" if causal else "full"
+
+
 def _plain() -> list[Row]:
-    return [
-        Row(
-            f"fp32 fwd {mask} D{e} S{s}",
-            Work(L=s, E=e, mask=mask),
-        )
-        for mask in FULL_AND_CAUSAL
+    sizes: dict[Direction, tuple[int, ...]] = {"fwd": (512, 1024, 2048), "bwd": (577, 1024)}
+    rows = [
+        row(_kind(causal), direction, L=s, E=e, is_causal=causal)
+        for direction in BOTH
+        for causal in (False, True)
         for e in (64, 128)
-        for s in (512, 1024, 2048)
+        for s in sizes[direction]
     ]
+    return rows + [row("one head", direction, L=2048, B=1, H=1) for direction in BOTH]
 
 
 def _masks() -> list[Row]:
-    rows = [
-        Row("fp32 fwd bool mask D64 S1024", Work(L=1024, mask="bool")),
-        Row("fp32 fwd float mask D64 S1024", Work(L=1024, mask="float")),
-        Row("fp32 fwd padding half D64 S1024", Work(L=1024, mask="padding")),
-        Row("fp32 fwd window 127,0 D64 S4096", Work(L=4096, mask="window", window=127)),
-    ]
-    for mask in DENSE:
-        work = Work(L=1024, mask=mask, direction="bwd")
-        rows.append(Row(f"fp32 bwd {mask} D64 S1024", work))
-    return rows
-
-
-def _backward() -> list[Row]:
-    rows = [
-        Row(
-            f"fp32 bwd {mask} D{e} S{s}",
-            Work(L=s, E=e, mask=mask, direction="bwd"),
-        )
-        for mask in FULL_AND_CAUSAL
-        for e in (64, 128)
-        for s in (577, 1024)
-    ]
-    for direction in BOTH:
-        work = Work(B=1, H=1, L=2048, direction=direction)
-        rows.append(Row(f"fp32 {direction} one head D64 S2048", work))
-    return rows
+    masks: dict[str, dict[str, Any]] = {
+        "bool mask": {"mask": "LS"},
+        "float mask": {"bias": "LS"},
+        "padding half": {"key_mask": "bool"},
+    }
+    rows = [row(k, direction, L=1024, **mask) for k, mask in masks.items() for direction in BOTH]
+    return [*rows, row("window 127,0", L=4096, window=(127, 0))]
 
 
 def _dropout_and_bias() -> list[Row]:
+    dropout, bias = "dropout 0.1", "learned bias (1,H,L,S)"
+    learned: dict[str, Any] = {"bias": "1HLS", "learned_bias": True, "floor": FLOOR_LEARNED_BIAS}
     return [
-        Row("fp32 fwd dropout 0.1 D64 S1024", Work(L=1024, dropout=0.1), FLOOR_DROPOUT),
-        Row(
-            "fp32 fwd+bwd dropout 0.1 D64 S1024",
-            Work(L=1024, dropout=0.1, direction="fwd+bwd"),
-            FLOOR_DROPOUT,
-        ),
-        Row(
-            "fp32 fwd+bwd learned bias (1,H,L,S) D64 S512",
-            Work(L=512, learned_bias=True, direction="fwd+bwd"),
-            FLOOR_LEARNED_BIAS,
-        ),
-        Row(
-            "fp32 bwd learned bias (1,H,L,S) D64 S1024",
-            Work(L=1024, learned_bias=True, direction="bwd"),
-            FLOOR_LEARNED_BIAS,
-        ),
+        row(dropout, L=1024, dropout_p=0.1, floor=FLOOR_DROPOUT),
+        row(dropout, "fwd+bwd", L=1024, dropout_p=0.1, floor=FLOOR_DROPOUT),
+        row(bias, "fwd+bwd", L=512, **learned),
+        row(bias, "fwd+bwd", L=1024, **learned),
+        row(bias, "bwd", L=1024, **learned),
     ]
 
 
 def _small_and_decode() -> list[Row]:
-    rows = [
-        Row(f"fp32 {direction} B{b} H{h} S{s} D64", Work(B=b, H=h, L=s, direction=direction))
-        for b, h, s in ((8, 12, 128), (64, 8, 32))
-        for direction in BOTH
+    return [
+        *(row("B8 H12", direction, L=128, B=8, H=12) for direction in BOTH),
+        *(row("B64 H8", direction, L=32, B=64) for direction in BOTH),
+        row("decode 32 heads", L=1, S=4096, E=128, B=1, H=32),
+        row("decode 2 heads", L=1, S=16384, E=128, B=1, H=2),
+        row("decode 32 heads grouped 8:1", L=1, S=4096, E=128, B=1, H=32, kv_heads=4),
+        row("smallest call B1 H1", L=1, E=8, B=1, H=1),
+        row("small call B1 H4", L=16, E=32, B=1, H=4),
     ]
-    decode = {
-        "decode 32 heads S4096 D128": Work(B=1, H=32, L=1, S=4096, E=128),
-        "decode 2 heads S16384 D128": Work(B=1, H=2, L=1, S=16384, E=128),
-        "decode 32 heads grouped 8:1 S4096 D128": Work(B=1, H=32, Hkv=4, L=1, S=4096, E=128),
-        "smallest call B1 H1 L1 S1 D8": Work(B=1, H=1, L=1, E=8),
-        "small call B1 H4 S16 D32": Work(B=1, H=4, L=16, E=32),
-    }
-    return rows + [Row(f"fp32 fwd {name}", work) for name, work in decode.items()]
 
 
 def _dtypes() -> list[Row]:
-    rows: list[Row] = []
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        for mask in FULL_AND_CAUSAL:
-            forward = Work(L=1024, dtype=dtype, mask=mask)
-            backward = Work(L=1024, dtype=dtype, mask=mask, direction="bwd")
-            rows.append(Row(f"{name} fwd {mask} D64 S1024", forward))
-            rows.append(Row(f"{name} bwd {mask} D64 S1024", backward, FLOOR_16_BIT_BACKWARD))
-    for direction in BOTH:
-        work = Work(L=512, dtype=torch.float64, direction=direction)
-        rows.append(Row(f"fp64 {direction} full D64 S512", work))
-    return rows
+    half = [
+        row(
+            _kind(causal),
+            direction,
+            L=1024,
+            dtype=dtype,
+            is_causal=causal,
+            floor=FLOOR_16_BIT_BACKWARD if direction == "bwd" else FLOOR,
+        )
+        for dtype in (torch.bfloat16, torch.float16)
+        for direction in BOTH
+        for causal in (False, True)
+    ]
+    return half + [row("full", direction, L=512, dtype=torch.float64) for direction in BOTH]
 
 
 def _shapes() -> list[Row]:
-    rows = [Row(f"fp32 fwd full D{e} S577", Work(L=577, E=e)) for e in (40, 72, 80, 96, 200, 256)]
-    rows += [Row(f"fp32 bwd full D{e} S577", Work(L=577, E=e, direction="bwd")) for e in (80, 256)]
     return [
-        *rows,
-        Row("fp32 fwd full D64 S1500", Work(L=1500)),
-        Row("fp32 fwd full D64 S1024 transposed heads", Work(L=1024, transposed=True)),
-        Row(
-            "fp32 bwd full D64 S1024 transposed heads",
-            Work(L=1024, transposed=True, direction="bwd"),
-        ),
+        *(row("odd sizes", L=577, E=e) for e in (40, 72, 80, 96, 200, 256)),
+        *(row("odd sizes", "bwd", L=577, E=e) for e in (80, 256)),
+        row("odd length", L=1500),
+        *(row("transposed heads", direction, L=1024, layout="heads_last") for direction in BOTH),
     ]
 
 
 def _modules() -> list[Row]:
-    return [
-        Row(
-            f"module train step E512 H8 B4 S512 need_weights={need_weights}",
-            ModuleStep(need_weights=need_weights),
-        )
-        for need_weights in (True, False)
-    ]
+    name = "module train step E512 H8 B4 S512 need_weights="
+    return [Row(f"{name}{wanted}", ModuleStep(wanted)) for wanted in (True, False)]
