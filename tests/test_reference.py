@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, PACKED_CASES, Case, PackedCase, case_named, evaluate, params
 from torch import Tensor
 
 from attention_ext import reference
+from cases import CASES, PACKED_CASES, Case, PackedCase, case_named, evaluate, params
 
 WORD = 0xFFFFFFFF
 
@@ -272,9 +272,7 @@ def test_sum_of_two_finite_masks_stays_finite() -> None:
 def test_hidden_nan_is_not_felt_and_sends_nothing() -> None:
     mask = torch.ones(4, 6, dtype=torch.bool)
     mask[:2, 3] = False  # key 3 is hidden from rows 0 and 1 only
-    args, kwargs = Case("hidden", 4, 6, 3, batch=(), mask=None).make(
-        torch.float64, requires_grad=True
-    )
+    args, _ = Case("hidden", 4, 6, 3, batch=()).make(torch.float64, requires_grad=True)
     clean = evaluate(reference.attention, args, {"attn_mask": mask})
     with torch.no_grad():
         args[1][:, 3], args[2][:, 3] = math.nan, math.inf
