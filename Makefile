@@ -57,7 +57,8 @@ clean:
 	rm -rf build dist *.egg-info attention_ext/*.so attention_ext/_build_info.py
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# What building needs; then the package itself, editable, with the extras a verb needs.
+# What building needs; then the package itself, editable, with the extras a verb needs. It is built
+# first on its own, since pip would hide the progress.
 $(STAMP)-build: $(ENV)/pyvenv.cfg pyproject.toml
 	$(if $(HAS_TORCH),,$(PIP) "$(TORCH)")
 	$(PIP) "setuptools>=77" ninja nlohmann_json
@@ -68,6 +69,7 @@ $(STAMP)-test: EXTRAS := test,demo
 $(STAMP)-lint: EXTRAS := lint,test,demo
 $(STAMP)-bench: EXTRAS := bench
 $(STAMP)-demo $(STAMP)-test $(STAMP)-lint $(STAMP)-bench: $(STAMP)-build setup.py
+	$(PY) setup.py -q build_ext --inplace
 	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
 	@touch $@
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -91,8 +92,16 @@ def job_count() -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(cores, memory // (2 << 30)))
+    return max(1, min(cores, available_memory() // (2 << 30)))
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping; free and cached ones count."""
+    meminfo = Path("/proc/meminfo")
+    found = (
+        re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
+    )
+    return int(found.group(1)) << 10 if found else 8 << 30
 
 
 def find_ninja() -> str:

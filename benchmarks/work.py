@@ -1,7 +1,7 @@
 """One piece of attention work, spelled for both sides: ours, and every fair spelling of torch's.
 
 `prepare` makes the inputs of a case (tests/cases.py) and returns closures that do the same work;
-the benchmark takes the fastest of torch's. Masks are made in advance, in the form each spelling reads.
+the benchmark takes the fastest of torch's. Masks are made in advance, as each spelling reads them.
 """
 
 from __future__ import annotations
