@@ -258,7 +258,7 @@ def test_kernels_include_nothing_of_torch_or_python() -> None:
                 assert any(p.is_file() and p.is_relative_to(kernels) for p in inside), (path, name)
             else:
                 standard = re.fullmatch(
-                    r"[a-z0-9_]+|std[a-z]+\.h|[a-z]+intrin\.h|arm_neon\.h", name
+                    r"[a-z0-9_]+|std[a-z]+\.h|sched\.h|[a-z]+intrin\.h|arm_neon\.h", name
                 )
                 assert standard, (path, name)
 
