@@ -280,12 +280,11 @@ def test_infinity_of_a_hidden_key_is_not_felt(kind: str) -> None:
     args, _ = Case("infinite", 70, 210, 6).make(torch.float32, requires_grad=True)
     visible, kwargs = _hiding(kind, 70, 210)
     clean = evaluate(ae.attention, args, kwargs)
-    at = torch.tensor([5, 150])
+    at = (~visible[0]).nonzero().flatten()[[0, -1]]  # hidden from row 0 at least
     with torch.no_grad():
         args[1][:, :, at[0]], args[2][:, :, at[1]] = math.inf, -math.inf
     got = evaluate(ae.attention, args, kwargs)
     felt = visible[:, at].any(-1)
-    assert not felt.all()
     for name in ("out", "grad_query"):
         torch.testing.assert_close(got[name][:, :, ~felt], clean[name][:, :, ~felt])
     untouched = ~visible[felt].any(0)  # keys that no row with an infinity sees
