@@ -138,9 +138,10 @@ def _band(sizes: Sizes, is_causal: bool, window: Window, device: torch.device) -
     left, right = window
     if is_causal:
         right = 0
-    visible = torch.ones_like(i + j, dtype=torch.bool)
+    shape = (sizes.length, sizes.keys + sizes.appended)
+    visible = torch.ones(shape, dtype=torch.bool, device=device)
     if left is not None:
         visible &= j >= i - left
     if right is not None:
         visible &= j <= i + right
-    return (visible | (j >= sizes.keys)).view(1, 1, *visible.shape)
+    return (visible | (j >= sizes.keys)).view(1, 1, *shape)
