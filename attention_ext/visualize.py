@@ -142,6 +142,4 @@ def _label(axis: Any, tokens: Sequence[str], inches: float) -> None:
 def _color_map(name: str) -> Any:
     import matplotlib
 
-    colors = matplotlib.colormaps[name].copy()
-    colors.set_bad("0.6")
-    return colors
+    return matplotlib.colormaps[name].with_extremes(bad="0.6")
