@@ -305,7 +305,7 @@ def varlen_attention(
         cu_seqlens_k: likewise for the keys, ending at T_k.
         key_mask: (T_k), bool (True = takes part) or float.
         query_offset: an int, or an integer tensor (sequences).
-        alibi_slopes: (H) or (sequences, H).
+        alibi_slopes: (H)
         is_causal, window, softcap, sinks, scale, dropout_p, rng_state: as in :func:`attention`.
         return_lse: also return the logsumexp.
 

@@ -133,7 +133,7 @@ def varlen_attention(
 
     Shapes: query (T, H, E), key (T_k, Hkv, E), value (T_k, Hkv, Ev); cu_seqlens_q and cu_seqlens_k
     hold the borders of the sequences; key_mask (T_k); query_offset an int or one per sequence;
-    alibi_slopes (H) or (sequences, H).
+    alibi_slopes (H).
 
     Returns:
         ``out`` (T, H, Ev), then ``logsumexp`` (H, T) if ``return_lse``.
@@ -151,9 +151,6 @@ def varlen_attention(
     outs, lses = [], []
     for n in range(len(borders_q) - 1):
         rows, keys = slice(*borders_q[n : n + 2]), slice(*borders_k[n : n + 2])
-        slopes = alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[n]
         out, lse, _ = _dense(
             query[rows].transpose(0, 1),
             key[keys].transpose(0, 1),
@@ -166,7 +163,7 @@ def varlen_attention(
             query_offset[n] if isinstance(query_offset, Tensor) else query_offset,
             softcap,
             sinks,
-            slopes,
+            alibi_slopes,
             scale,
             dropout_p,
             state,

@@ -165,7 +165,7 @@ class PackedCase:
     query_offset: int | str = 0
     softcap: float = 0.0
     sinks: bool = False
-    alibi: str | None = None
+    alibi: bool = False
     dropout_p: float = 0.0
     index_dtype: torch.dtype = torch.int32
     slow: bool = False
@@ -191,7 +191,7 @@ class PackedCase:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
-            alibi=self.alibi and "H",
+            alibi="H" if self.alibi else None,
             dropout_p=self.dropout_p,
             layout="heads_last",
         )
@@ -199,9 +199,6 @@ class PackedCase:
         tensors = tuple(x.transpose(0, 1).detach().requires_grad_(requires_grad) for x in tensors)
         if "sinks" in kwargs:
             kwargs["sinks"].requires_grad_(requires_grad)
-        if self.alibi == "BH":
-            steps = torch.arange(1, len(self.q_lens) + 1, device=device)[:, None]
-            kwargs["alibi_slopes"] = kwargs["alibi_slopes"] / steps
         if self.query_offset == "per batch":
             kwargs["query_offset"] = torch.arange(len(self.q_lens), device=device) * 3 - 2
         elif self.query_offset:
@@ -406,7 +403,7 @@ PACKED_CASES: list[PackedCase] = [
         query_offset=3,
         softcap=4.0,
         sinks=True,
-        alibi="BH",
+        alibi=True,
         dropout_p=0.3,
     ),
 ]

@@ -28,8 +28,6 @@ def test_packed_is_one_call_for_each_sequence(case: PackedCase) -> None:
             options["key_mask"] = options["key_mask"][keys]
         if isinstance(options.get("query_offset"), Tensor):
             options["query_offset"] = int(options["query_offset"][n])
-        if case.alibi == "BH":
-            options["alibi_slopes"] = options["alibi_slopes"][n]
         if case.dropout_p > 0:
             options["rng_state"] = options["rng_state"].clone()
             options["rng_state"][3] = n * q.size(1)

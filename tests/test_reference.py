@@ -156,8 +156,6 @@ def test_packed_sequences_match_one_call_for_each(case: PackedCase) -> None:
             options["key_mask"] = options["key_mask"][keys]
         if isinstance(options.get("query_offset"), Tensor):
             options["query_offset"] = int(options["query_offset"][n])
-        if case.alibi == "BH":
-            options["alibi_slopes"] = options["alibi_slopes"][n]
         if case.dropout_p > 0:  # batch entry n of H heads is head n * H + h of the state
             options["rng_state"] = options["rng_state"].clone()
             options["rng_state"][3] = n * q.size(1)

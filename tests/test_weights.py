@@ -22,7 +22,7 @@ from cases import (
 )
 
 NAMED = [
-    "one_number",
+    "tiny",
     "odd",
     "unbatched",
     "two_batch_dims",

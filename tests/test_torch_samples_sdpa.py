@@ -1,0 +1,94 @@
+"""PyTorch's own sample inputs for scaled_dot_product_attention, run through ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.common_methods_invocations import op_db
+
+import attention_ext as ae
+
+OP = next(op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _call(function: Any, sample: Any, *, seed: int = 0, **more: Any) -> tuple[Tensor, ...]:
+    """The output and the gradients of all that requires grad."""
+    tensors = [sample.input, *sample.args, *sample.kwargs.values()]
+    leaves = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+    torch.manual_seed(seed)
+    out = function(sample.input, *sample.args, **{**sample.kwargs, **more})
+    grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    return (out.detach(), *torch.autograd.grad(out, leaves, grad))
+
+
+def _samples(dtype: torch.dtype) -> list[Any]:
+    samples = list(OP.sample_inputs("cpu", dtype, requires_grad=True))
+    assert len(samples) >= 10  # an empty generator must not pass
+    return samples
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_samples_of_torch_give_torchs_results(dtype: torch.dtype) -> None:
+    """Without dropout, against torch's plain formula; 16 bits against float32."""
+    tolerance = {
+        torch.float64: (1e-9, 1e-10),
+        torch.float32: (1e-4, 1e-4),
+        torch.bfloat16: (4e-2, 6e-2),
+        torch.float16: (6e-3, 8e-3),
+    }[dtype]
+    for n, sample in enumerate(_samples(dtype)):
+        wide = sample
+        if dtype in (torch.bfloat16, torch.float16):
+            wide = sample.transform(
+                lambda x: (
+                    x.detach().float().requires_grad_(x.requires_grad)
+                    if isinstance(x, Tensor) and x.is_floating_point()
+                    else x
+                )
+            )
+        with sdpa_kernel(SDPBackend.MATH):
+            want = _call(torch.nn.functional.scaled_dot_product_attention, wide, dropout_p=0.0)
+        got = _call(ae.scaled_dot_product_attention, sample, dropout_p=0.0)
+        for x, y in zip(got, want, strict=True):
+            assert x.dtype == dtype
+            torch.testing.assert_close(
+                x.to(y.dtype),
+                y.nan_to_num(0),  # rows that see nothing: zeros, whatever torch gives
+                rtol=tolerance[0],
+                atol=tolerance[1],
+                msg=lambda text, n=n, sample=sample: f"sample {n}, {sample.summary()}: {text}",
+            )
+
+
+def test_samples_of_torch_with_their_dropout() -> None:
+    """The random numbers are not torch's: shapes are, and equal seeds repeat."""
+    dropped = 0
+    for sample in _samples(torch.float64):
+        if not sample.kwargs.get("dropout_p"):
+            continue
+        dropped += 1
+        first = _call(ae.scaled_dot_product_attention, sample)
+        again = _call(ae.scaled_dot_product_attention, sample)
+        other = _call(ae.scaled_dot_product_attention, sample, seed=1)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+        assert not torch.equal(first[0], other[0])
+        want = torch.nn.functional.scaled_dot_product_attention(
+            sample.input, *sample.args, **sample.kwargs
+        )
+        assert first[0].shape == want.shape
+    assert dropped > 0
+
+
+def test_wrong_inputs_of_torch_are_refused_by_ours_too() -> None:
+    """But for a mask beside is_causal, which ours takes."""
+    for bad in OP.error_inputs("cpu") if OP.error_inputs_func else []:
+        sample = bad.sample_input
+        if sample.kwargs.get("is_causal") and sample.kwargs.get("attn_mask") is not None:
+            continue
+        with pytest.raises(RuntimeError):
+            ae.scaled_dot_product_attention(sample.input, *sample.args, **sample.kwargs)
