@@ -40,6 +40,7 @@ lint: $(STAMP)-lint
 	$(ENV)/bin/ruff check
 	$(ENV)/bin/ruff format --check
 	$(PY) -m mypy
+	$(PY) -m mypy --config-file tests/mypy.ini
 	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0r $(ENV)/bin/clang-format --dry-run -Werror
 
 format: $(STAMP)-lint
