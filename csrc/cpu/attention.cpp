@@ -1,38 +1,49 @@
-// A stand-in over the dense formulas, until the kernels are here.
+// attention on the CPU: allocate the output and the row statistics, fill params, run the forward kernels.
 #include "cpu/attention.h"
 
-#include "common/composite.h"
+#include <ATen/ops/empty.h>
+
+#include "common/make_params.h"
+#include "cpu/launch.h"
+#include "cpu/outputs.h"
 
 namespace attention_ext::cpu {
 
 Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                   const AttentionOptions& options) {
-  return composite::attention(query, key, value, options);
-}
+  const CallShape shape = call_shape(query, key, value.size(-1));
+  const auto statistics = query.options().dtype(accumulation_type(query.scalar_type()));
+  at::Tensor output = empty_heads(query, shape.heads, shape.q_length, shape.v_size);
+  at::Tensor logsumexp = at::empty(query.sizes().slice(0, query.dim() - 1), statistics);
+  at::Tensor residual = at::empty(logsumexp.sizes(), statistics);
 
-Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
-                           const std::optional<at::Tensor>& grad_logsumexp, const at::Tensor& query,
-                           const at::Tensor& key, const at::Tensor& value,
-                           const AttentionOptions& options, const at::Tensor&, const at::Tensor&,
-                           const at::Tensor&, std::array<bool, 5> wanted) {
-  return composite::attention_backward(grad_output, grad_logsumexp, query, key, value, options,
-                                       wanted);
-}
+  ParamsStorage storage;
+  kernels::AttentionParams params;
+  fill_params(params, shape, query, key, value, options, storage);
+  params.output = make_view(output, shape.batch_sizes, storage);
+  params.logsumexp = make_row_view(logsumexp, shape.batch_sizes, storage);
+  params.residual = make_row_view(residual, shape.batch_sizes, storage);
+  params.visited = &visited_block_pairs();
 
-at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
-                             const AttentionOptions& options, const at::Tensor& logsumexp,
-                             const at::Tensor& logsumexp_residual, bool average_heads) {
-  return composite::attention_weights(query, key, options, logsumexp, logsumexp_residual,
-                                      average_heads);
-}
-
-Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
-                                   const at::Tensor& key, const AttentionOptions& options,
-                                   const at::Tensor& logsumexp,
-                                   const at::Tensor& logsumexp_residual, bool average_heads,
-                                   std::array<bool, 4> wanted) {
-  return composite::attention_weights_backward(grad_weights, query, key, options, logsumexp,
-                                               logsumexp_residual, average_heads, wanted);
+  const kernels::CpuKernels& tier = active_kernels();
+  const int64_t scratch = tier.forward_scratch(params);
+  const double work = work_of(params, shape, /*products=*/2);
+  const int64_t splits = kernels::forward_splits(params);
+  at::DataPtr partials;
+  if (splits > 1) {
+    const int64_t element = logsumexp.element_size();
+    partials = c10::GetCPUAllocator()->allocate(static_cast<size_t>(
+        shape.batch * shape.heads * splits * kernels::forward_partial_elements(params) * element));
+  }
+  run_items(tier.forward_items(params), scratch, work, [&](kernels::WorkQueue& queue, void* memory) {
+    tier.forward(params, partials.get(), queue, memory);
+  });
+  if (splits > 1) {
+    run_items(shape.batch * shape.heads, scratch, work, [&](kernels::WorkQueue& queue, void* memory) {
+      tier.forward_join(params, partials.get(), queue, memory);
+    });
+  }
+  return {std::move(output), std::move(logsumexp), std::move(residual)};
 }
 
 }  // namespace attention_ext::cpu

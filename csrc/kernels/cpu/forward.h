@@ -1,0 +1,251 @@
+// Fused attention forward: one query block against its key blocks with online softmax. Queries lie in lanes: Q^T is packed once
+// per block (scale folded in), K and V are read as scalar broadcasts from their own rows, the softmax runs down the columns of
+// S^T = K Q^T, and O^T += V^T P stays in scratch until the end.
+//
+// Passes of a (query block, key block) pair, one strip of up to three vectors of queries at a time, while K and V lie in L1/L2:
+//   1 classify   hidden pairs of blocks are skipped, mixed ones carry a byte per pair
+//   2 S^T        product
+//   3 adjust     softcap, ALiBi, bias, masks; only where there is one
+//   4 softmax    running maximum and sum, P in place; dropout
+//   5 O^T        product, rescaled while its accumulators are loaded
+// Hidden values meet the sums as 0 * V. That is exact unless V is not finite, which the result shows: then the block is computed
+// again with every hidden pair left out of the sums (`careful`).
+#pragma once
+
+#include "kernels/cpu/tile.h"
+
+namespace attention_ext::kernels {
+namespace ATTENTION_EXT_TIER {
+
+// What is known of a query block after some of its keys: O^T unnormalised, row maximum, row sum, and whether a key was visible.
+template <class T>
+struct Partial {
+  T* output;  // [Ev][kBlock]
+  T* maximum;
+  T* sum;
+  uint8_t* seen;
+
+  AE_INLINE void allocate(Arena& arena, const AttentionParams& p) {
+    output = arena.take<T>(p.v_size * kBlock);
+    maximum = arena.take<T>(kBlock);
+    sum = arena.take<T>(kBlock);
+    seen = arena.take<uint8_t>(kBlock);
+  }
+  AE_INLINE void clear(int64_t v_size) const {
+    __builtin_memset(output, 0, v_size * kBlock * sizeof(T));
+    __builtin_memset(sum, 0, kBlock * sizeof(T));
+    __builtin_memset(seen, 0, kBlock);
+    for (int64_t x = 0; x < kBlock; ++x) maximum[x] = -kInfinity<T>;
+  }
+};
+
+template <class T>
+struct Forward {
+  const AttentionParams& p;
+  Tile<T> tile;
+  Partial<T> part;
+  T* query;   // Q^T [E][kBlock]
+  T* scores;  // S^T, then P^T [key][kBlock]
+  T* scale;   // [kBlock], what the sums of older keys shrink by
+  T* rows;    // K or V block where it cannot be read in place
+  uint8_t* keep;
+  bool in_place;
+
+  static constexpr int W = kLanes<T>;
+
+  AE_INLINE Forward(const AttentionParams& params, Arena& arena) : p(params) {
+    tile.allocate(arena, p);
+    part.allocate(arena, p);
+    query = arena.take<T>(p.qk_size * kBlock);
+    scores = arena.take<T>(kBlock * kBlock);
+    scale = arena.take<T>(kBlock);
+    in_place = readable_in_place<T>(p.key) && readable_in_place<T>(p.value);
+    rows = arena.take<T>(in_place ? 0 : kBlock * round_up(larger(p.qk_size, p.v_size), W));
+    keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
+  }
+
+  AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t h, int64_t size) {
+    const Rows source(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
+    if (readable_in_place<T>(view)) {
+      return {reinterpret_cast<const T*>(source.data), source.row_stride};
+    }
+    const int64_t stride = round_up(size, W);
+    copy_in<T>(source, tile.nk, size, rows, stride);
+    return {rows, stride};
+  }
+
+  // Running maximum and sum of a strip; scores become probabilities.
+  template <int NV>
+  AE_INLINE void softmax(int64_t x, KeyRange keys) {
+    AE_UNROLL for (int v = 0; v < NV; ++v) {
+      T* const s = scores + x + v * W;
+      const Vec<T> before = load(part.maximum + x + v * W);
+      Vec<T> even = before, odd = before;
+      int64_t y = keys.begin;
+      for (; y + 2 <= keys.end; y += 2) {
+        even = max(even, load(s + y * kBlock));
+        odd = max(odd, load(s + (y + 1) * kBlock));
+      }
+      if (y < keys.end) even = max(even, load(s + y * kBlock));
+      const Vec<T> most = max(even, odd);
+      // A row that has seen nothing finite yet keeps a maximum of -inf; its scores must not become NaN.
+      const Vec<T> base = select(equal(most, broadcast(-kInfinity<T>)), Vec<T>{}, most);
+      Vec<T> sum_even{}, sum_odd{};
+      for (y = keys.begin; y + 2 <= keys.end; y += 2) {
+        const Vec<T> a = exp_vector<T>(load(s + y * kBlock) - base);
+        const Vec<T> b = exp_vector<T>(load(s + (y + 1) * kBlock) - base);
+        store(s + y * kBlock, a);
+        store(s + (y + 1) * kBlock, b);
+        sum_even += a;
+        sum_odd += b;
+      }
+      if (y < keys.end) {
+        const Vec<T> a = exp_vector<T>(load(s + y * kBlock) - base);
+        store(s + y * kBlock, a);
+        sum_even += a;
+      }
+      const Vec<T> shrink = exp_vector<T>(before - base);
+      store(scale + x + v * W, shrink);
+      store(part.maximum + x + v * W, most);
+      store(part.sum + x + v * W, fma(load(part.sum + x + v * W), shrink, sum_even + sum_odd));
+    }
+  }
+
+  template <int NV>
+  AE_INLINE void drop(int64_t x, KeyRange keys) {
+    for_scores<T, NV>(scores + x, kBlock, keys, [&](Vec<T> value, int64_t y, int64_t lane) {
+      return select(mask_from_bytes<T>(keep + y * kBlock + x + lane), value, Vec<T>{});
+    });
+  }
+
+  // O^T += V^T P with hidden pairs left out: for values that are not finite.
+  template <int NV>
+  __attribute__((noinline)) void careful_product(const Operand<T>& value, int64_t x, KeyRange keys,
+                                                 const Vec<T>* shrink) {
+    for (int64_t e = 0; e < p.v_size; ++e) {
+      AE_UNROLL for (int v = 0; v < NV; ++v) {
+        T* const at = part.output + e * kBlock + x + v * W;
+        Vec<T> sum = load(at) * shrink[v];
+        for (int64_t y = keys.begin; y < keys.end; ++y) {
+          const Vec<T> next = fma(broadcast(value.data[y * value.stride + e]),
+                                  load(scores + y * kBlock + x + v * W), sum);
+          sum = select(mask_from_bytes<T>(tile.visible + y * kBlock + x + v * W), next, sum);
+        }
+        store(at, sum);
+      }
+    }
+  }
+
+  // Whether no hidden value has spoilt a row's sums: 0 x is 0 for finite x only.
+  AE_INLINE bool finite_output() const {
+    Vec<T> check{};
+    T rest{};
+    const int64_t whole = tile.nq / W * W;
+    for (int64_t e = 0; e < p.v_size; ++e) {
+      const T* const row = part.output + e * kBlock;
+      for (int64_t x = 0; x < whole; x += W) check = fma(load(row + x), Vec<T>{}, check);
+      for (int64_t x = whole; x < tile.nq; ++x) rest += row[x] * T{0};
+    }
+    for (int lane = 0; lane < W; ++lane) rest += check[lane];
+    return rest == T{0};
+  }
+
+  // The query block (i0, nq) of head h against `keys`, into `part`; computed again carefully if a hidden value was felt.
+  void query_rows(const Problem& problem, int64_t h, int64_t i0, int64_t nq, KeyRange keys,
+                  int64_t& visited) {
+    tile.i0 = i0;
+    tile.nq = nq;
+    transpose_in<T>(Rows(p.query, problem.batch, h, problem.q_begin + i0, 0), nq, p.qk_size,
+                    static_cast<T>(p.scale), query, kBlock);
+    const bool met_mixed = run(problem, h, keys, /*careful=*/false, visited);
+    if (met_mixed && !finite_output()) {
+      int64_t again = 0;
+      run(problem, h, keys, /*careful=*/true, again);
+    }
+  }
+
+  // All key blocks of [keys.begin, keys.end) for the query block in `tile`. Returns whether a mixed block was met.
+  bool run(const Problem& problem, int64_t h, KeyRange keys, bool careful, int64_t& visited) {
+    bool met_mixed = false;
+    part.clear(p.v_size);
+    const int64_t step = key_block(problem.k_length);
+    const KeyRange hull = p.windowed()
+                              ? window_hull(p, problem, tile.i0, tile.i0 + tile.nq - 1)
+                              : KeyRange{0, problem.k_length};
+    const int64_t first = larger(keys.begin, hull.begin / step * step);
+    const int64_t end = smaller(keys.end, hull.end);
+    for (int64_t j0 = first; j0 < end; j0 += step) {
+      tile.j0 = j0;
+      tile.nk = smaller(step, problem.k_length - j0);
+      const Visibility visibility = classify<T>(p, problem, h, tile);
+      if (visibility == Visibility::kHidden) continue;
+      met_mixed |= tile.mixed;
+      ++visited;
+      block(problem, h, careful && tile.mixed);
+    }
+    return met_mixed;
+  }
+
+  AE_INLINE void note_seen() {
+    if (!tile.mixed) {
+      __builtin_memset(part.seen, 1, kBlock);
+      return;
+    }
+    for (int64_t x = 0; x < tile.lanes; x += 16) {
+      Bytes16 seen = load_bytes(part.seen + x);
+      for (int64_t y = 0; y < tile.nk; ++y) seen |= load_bytes(tile.visible + y * kBlock + x);
+      __builtin_memcpy(part.seen + x, &seen, 16);
+    }
+  }
+
+  void block(const Problem& problem, int64_t h, bool careful) {
+    const bool adjust = needs_adjusting(p, tile);
+    const int vectors = static_cast<int>(tile.lanes / W);
+    note_seen();
+    if (p.dropout.threshold != 0) {
+      keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
+    }
+    const Operand<T> key = operand(p.key, problem, h, p.qk_size);
+    if (in_place) {
+      const Operand<T> value = operand(p.value, problem, h, p.v_size);
+      for_strips<kStripVectors>(vectors, [&]<int NV>(int v) {
+        probabilities<NV>(problem, h, key, v * W, adjust);
+        values<NV>(value, v * W, careful);
+      });
+      return;
+    }
+    for_strips<kStripVectors>(vectors, [&]<int NV>(int v) {
+      probabilities<NV>(problem, h, key, v * W, adjust);
+    });
+    const Operand<T> value = operand(p.value, problem, h, p.v_size);  // takes the place of the keys
+    for_strips<kStripVectors>(vectors, [&]<int NV>(int v) { values<NV>(value, v * W, careful); });
+  }
+
+  template <int NV>
+  AE_INLINE void probabilities(const Problem& problem, int64_t h, const Operand<T>& key, int64_t x,
+                               bool adjust) {
+    const KeyRange keys = tile.strip_keys(x, NV * W);
+    if (keys.begin >= keys.end) return;
+    multiply_panel<T, NV, Start::kZero, Read::kRows>(
+        key.data + keys.begin * key.stride, key.stride, query + x, kBlock,
+        scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr, Band{});
+    if (adjust) adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);
+    softmax<NV>(x, keys);
+    if (p.dropout.threshold != 0) drop<NV>(x, keys);
+  }
+
+  template <int NV>
+  AE_INLINE void values(const Operand<T>& value, int64_t x, bool careful) {
+    const KeyRange keys = tile.strip_keys(x, NV * W);
+    if (keys.begin >= keys.end) return;
+    Vec<T> shrink[NV];
+    AE_UNROLL for (int v = 0; v < NV; ++v) shrink[v] = load(scale + x + v * W);
+    if (careful) return careful_product<NV>(value, x, keys, shrink);
+    multiply_panel<T, NV, Start::kScale, Read::kColumns>(
+        value.data + keys.begin * value.stride, value.stride, scores + keys.begin * kBlock + x,
+        kBlock, part.output + x, kBlock, p.v_size, keys.end - keys.begin, shrink, Band{});
+  }
+};
+
+}  // namespace ATTENTION_EXT_TIER
+}  // namespace attention_ext::kernels

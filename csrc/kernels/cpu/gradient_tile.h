@@ -1,0 +1,172 @@
+// One tile of the backward pass: probabilities rebuilt from the row statistics, and dS = P (dP - delta), both as [key][query lane].
+// Shared by the gradients of query, key, value (backward.h) and of the bias (bias_gradient.h), for attention and for
+// attention weights, whose incoming gradient takes the place of dP.
+#pragma once
+
+#include "kernels/cpu/tile.h"
+
+namespace attention_ext::kernels {
+namespace ATTENTION_EXT_TIER {
+
+// The query side of a block, packed once and used against many keys.
+template <class T>
+struct QueryBlock {
+  T* query;                    // scale Q^T [E][kBlock]
+  T* grad;                     // dO^T [Ev][kBlock]
+  T *lse, *residual, *delta;   // [kBlock]
+
+  AE_INLINE void allocate(Arena& arena, const BackwardParams& p) {
+    query = arena.take<T>(p.qk_size * kBlock);
+    grad = arena.take<T>(p.v_size * kBlock);
+    lse = arena.take<T>(kBlock);
+    residual = arena.take<T>(kBlock);
+    delta = arena.take<T>(kBlock);
+  }
+
+  void pack(const BackwardParams& p, const Problem& problem, int64_t h, int64_t i0, int64_t nq) {
+    const int64_t i = problem.q_begin + i0;
+    transpose_in<T>(Rows(p.query, problem.batch, h, i, 0), nq, p.qk_size, static_cast<T>(p.scale),
+                    query, kBlock);
+    if (p.grad_output.defined()) {
+      transpose_in<T>(Rows(p.grad_output, problem.batch, h, i, 0), nq, p.v_size, T{1}, grad, kBlock);
+    }
+    for (int64_t x = 0; x < kBlock; ++x) {
+      const bool real = x < nq;
+      lse[x] = real ? *p.logsumexp.at<T>(problem.batch, h, i + x, 0) : T{0};
+      residual[x] = real ? *p.residual.at<T>(problem.batch, h, i + x, 0) : T{0};
+      delta[x] = real && p.delta.defined() ? *p.delta.at<T>(problem.batch, h, i + x, 0) : T{0};
+    }
+  }
+};
+
+template <class T>
+struct GradientTile {
+  static constexpr int W = kLanes<T>;
+  Tile<T> tile;
+  T* probabilities;  // P after dropout
+  T* scores_grad;    // dS
+  T* cap;            // slope of softcap
+  uint8_t* keep;
+
+  AE_INLINE void allocate(Arena& arena, const BackwardParams& p) {
+    tile.allocate(arena, p);
+    probabilities = arena.take<T>(kBlock * kBlock);
+    scores_grad = arena.take<T>(kBlock * kBlock);
+    cap = arena.take<T>(p.softcap > 0 ? kBlock * kBlock : 0);
+    keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
+  }
+
+  // dP arrives from outside for attention weights.
+  AE_INLINE void load_weights_grad(const BackwardParams& p, const Problem& problem, int64_t h) {
+    const Rows rows(p.grad_weights, problem.batch, h, tile.i0, tile.j0);
+    transpose_in<T>(rows, tile.nq, tile.nk, static_cast<T>(p.grad_weights_scale), scores_grad,
+                    kBlock);
+  }
+
+  // Both tiles for the classified block. want_grad: dS is needed; with_cap: dS goes through softcap's slope (it does for Q and K,
+  // not for the bias, which is added behind it). `statistic`, if given, loses the sum over keys of dS (without that slope).
+  void compute(const BackwardParams& p, const Problem& problem, int64_t h, const QueryBlock<T>& q,
+               const Operand<T>& key, const Operand<T>& value, bool want_grad, bool with_cap,
+               T* statistic) {
+    if (p.dropout.threshold != 0) {
+      keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
+    }
+    if (p.grad_weights.defined() && want_grad) load_weights_grad(p, problem, h);
+    for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
+      strip<NV>(p, problem, h, q, key, value, v * W, want_grad, with_cap, statistic);
+    });
+  }
+
+  template <int NV>
+  AE_INLINE void strip(const BackwardParams& p, const Problem& problem, int64_t h,
+                       const QueryBlock<T>& q, const Operand<T>& key, const Operand<T>& value,
+                       int64_t x, bool want_grad, bool with_cap, T* statistic) {
+    const KeyRange keys = tile.strip_keys(x, NV * W);
+    clear<NV>(probabilities + x, want_grad ? scores_grad + x : nullptr, keys);
+    if (keys.begin >= keys.end) return;
+    const int64_t count = keys.end - keys.begin;
+    multiply_panel<T, NV, Start::kZero, Read::kRows>(
+        key.data + keys.begin * key.stride, key.stride, q.query + x, kBlock,
+        probabilities + keys.begin * kBlock + x, kBlock, count, p.qk_size, nullptr, Band{});
+    if (want_grad && !p.grad_output.defined() && !p.grad_weights.defined()) {
+      for_scores<T, NV>(scores_grad + x, kBlock, keys,
+                        [](Vec<T>, int64_t, int64_t) { return Vec<T>{}; });
+    } else if (want_grad && p.grad_output.defined()) {
+      multiply_panel<T, NV, Start::kZero, Read::kRows>(
+          value.data + keys.begin * value.stride, value.stride, q.grad + x, kBlock,
+          scores_grad + keys.begin * kBlock + x, kBlock, count, p.v_size, nullptr, Band{});
+    }
+    const bool adjust = needs_adjusting(p, tile);
+    if (adjust) {
+      adjust_scores<T, NV>(p, problem, h, tile, x, probabilities + x, kBlock, keys,
+                           p.softcap > 0 ? cap + x : nullptr);
+    }
+    if (adjust || p.dropout.threshold != 0 || !want_grad || statistic != nullptr) {
+      finish<NV, true>(p, q, x, keys, want_grad, with_cap, statistic);
+    } else {
+      finish<NV, false>(p, q, x, keys, want_grad, with_cap, statistic);
+    }
+  }
+
+  // Keys of the tile that the strip's window leaves out hold zeros.
+  template <int NV>
+  AE_INLINE void clear(T* first, T* second, KeyRange keys) {
+    for (int64_t y = 0; y < tile.nk; ++y) {
+      if (y == keys.begin) y = keys.end;
+      if (y >= tile.nk) break;
+      AE_UNROLL for (int v = 0; v < NV; ++v) {
+        store(first + y * kBlock + v * W, Vec<T>{});
+        if (second != nullptr) store(second + y * kBlock + v * W, Vec<T>{});
+      }
+    }
+  }
+
+  // P = exp((s - lse) - residual), dS = P (dP - delta). Hidden pairs are selected away, never multiplied by zero.
+  template <int NV, bool kGeneral>
+  __attribute__((noinline)) void finish(const BackwardParams& p, const QueryBlock<T>& q, int64_t x,
+                                        KeyRange keys, bool want_grad, bool with_cap,
+                                        T* statistic) {
+    const bool drop = kGeneral && p.dropout.threshold != 0;
+    const bool cap_slope = kGeneral && with_cap && p.softcap > 0;
+    const T rescale = static_cast<T>(p.dropout.rescale);
+    AE_UNROLL for (int v = 0; v < NV; ++v) {
+      const int64_t lane = x + v * W;
+      const Vec<T> lse = load(q.lse + lane), residual = load(q.residual + lane);
+      const Vec<T> delta = load(q.delta + lane);
+      Vec<T> total{};
+      for (int64_t y = keys.begin; y < keys.end; ++y) {
+        const int64_t at = y * kBlock + lane;
+        const Vec<T> prob = exp_vector<T>((load(probabilities + at) - lse) - residual);
+        if constexpr (!kGeneral) {
+          store(probabilities + at, prob);
+          store(scores_grad + at, prob * (load(scores_grad + at) - delta));
+          continue;
+        }
+        Vec<T> kept = prob;
+        Vec<T> grad = want_grad ? load(scores_grad + at) : Vec<T>{};
+        if (drop) {
+          const Mask<T> stays = mask_from_bytes<T>(keep + at);
+          kept = select(stays, prob * rescale, Vec<T>{});
+          grad = select(stays, grad * rescale, Vec<T>{});
+        }
+        grad = prob * (grad - delta);
+        if (tile.mixed) {
+          const Mask<T> visible = mask_from_bytes<T>(tile.visible + at);
+          kept = select(visible, kept, Vec<T>{});
+          grad = select(visible, grad, Vec<T>{});
+          total += grad;
+          if (cap_slope) grad = select(visible, grad * load(cap + at), Vec<T>{});
+        } else {
+          total += grad;
+          if (cap_slope) grad *= load(cap + at);
+        }
+        store(probabilities + at, kept);
+        if (want_grad) store(scores_grad + at, grad);
+      }
+      if (kGeneral && statistic != nullptr) store(statistic + lane, load(statistic + lane) - total);
+    }
+  }
+};
+
+}  // namespace ATTENTION_EXT_TIER
+}  // namespace attention_ext::kernels

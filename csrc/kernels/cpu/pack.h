@@ -1,0 +1,223 @@
+// Between tensors of any stride and type and the scratch of a kernel: transposing and natural copies of blocks of rows, in the
+// accumulation type T (float for 16-bit and float tensors, double for double ones).
+#pragma once
+
+#include "kernels/cpu/plan.h"
+#include "kernels/cpu/simd.h"
+
+namespace attention_ext::kernels {
+namespace ATTENTION_EXT_TIER {
+
+AE_INLINE int64_t element_size(ScalarType type) {
+  switch (type) {
+    case ScalarType::kFloat64: return 8;
+    case ScalarType::kFloat32: return 4;
+    case ScalarType::kBool: return 1;
+    default: return 2;
+  }
+}
+
+template <class T>
+AE_INLINE T load_scalar(const char* p, ScalarType type) {
+  switch (type) {
+    case ScalarType::kFloat64: {
+      double x;
+      __builtin_memcpy(&x, p, 8);
+      return static_cast<T>(x);
+    }
+    case ScalarType::kFloat32: {
+      float x;
+      __builtin_memcpy(&x, p, 4);
+      return static_cast<T>(x);
+    }
+    default: {
+      uint16_t x;
+      __builtin_memcpy(&x, p, 2);
+      return static_cast<T>(type == ScalarType::kBFloat16 ? bfloat16_to_float(x)
+                                                          : float16_to_float(x));
+    }
+  }
+}
+
+template <class T>
+AE_INLINE void store_scalar(char* p, ScalarType type, T x) {
+  switch (type) {
+    case ScalarType::kFloat64: {
+      const double y = static_cast<double>(x);
+      __builtin_memcpy(p, &y, 8);
+      return;
+    }
+    case ScalarType::kFloat32: {
+      const float y = static_cast<float>(x);
+      __builtin_memcpy(p, &y, 4);
+      return;
+    }
+    default: {
+      const float y = static_cast<float>(x);
+      const uint16_t bits =
+          type == ScalarType::kBFloat16 ? bfloat16_from_float(y) : float16_from_float(y);
+      __builtin_memcpy(p, &bits, 2);
+    }
+  }
+}
+
+// Up to one vector of elements, `stride` elements apart, zeros behind `count`.
+template <class T>
+AE_INLINE Vec<T> load_piece(const char* p, ScalarType type, int64_t stride, int64_t count) {
+  constexpr int W = kLanes<T>;
+  if (stride == 1 && count >= W) {
+    if constexpr (sizeof(T) == 8) {
+      if (type == ScalarType::kFloat64) return load(reinterpret_cast<const double*>(p));
+    } else {
+      if (type == ScalarType::kFloat32) return load(reinterpret_cast<const float*>(p));
+      if (type == ScalarType::kBFloat16) return load_bfloat16(reinterpret_cast<const uint16_t*>(p));
+      if (type == ScalarType::kFloat16) return load_float16(reinterpret_cast<const uint16_t*>(p));
+    }
+  }
+  T buffer[W] = {};
+  const int64_t step = stride * element_size(type);
+  const int64_t n = count < W ? count : W;
+  for (int64_t i = 0; i < n; ++i) buffer[i] = load_scalar<T>(p + i * step, type);
+  return load(buffer);
+}
+
+template <class T>
+AE_INLINE void store_piece(char* p, ScalarType type, int64_t stride, int64_t count, Vec<T> x) {
+  constexpr int W = kLanes<T>;
+  if (stride == 1 && count >= W) {
+    if constexpr (sizeof(T) == 8) {
+      if (type == ScalarType::kFloat64) return store(reinterpret_cast<double*>(p), x);
+    } else {
+      if (type == ScalarType::kFloat32) return store(reinterpret_cast<float*>(p), x);
+      if (type == ScalarType::kBFloat16) return store_bfloat16(reinterpret_cast<uint16_t*>(p), x);
+      if (type == ScalarType::kFloat16) return store_float16(reinterpret_cast<uint16_t*>(p), x);
+    }
+  }
+  T buffer[W];
+  store(buffer, x);
+  const int64_t step = stride * element_size(type);
+  const int64_t n = count < W ? count : W;
+  for (int64_t i = 0; i < n; ++i) store_scalar(p + i * step, type, buffer[i]);
+}
+
+// A block of rows inside a view: `data` at its first row and column.
+struct Rows {
+  char* data;
+  ScalarType type;
+  int64_t row_stride;  // elements
+  int64_t column_stride;
+
+  AE_INLINE Rows(const View& view, int64_t b, int64_t h, int64_t i, int64_t j)
+      : data(view.data + view.offset(b, h, i, j) * element_size(view.type)),
+        type(view.type),
+        row_stride(view.stride[2]),
+        column_stride(view.stride[3]) {}
+  AE_INLINE char* at(int64_t i, int64_t j) const {
+    return data + (i * row_stride + j * column_stride) * element_size(type);
+  }
+};
+
+// Read in place by the products: the accumulation type with adjacent columns.
+template <class T>
+AE_INLINE bool readable_in_place(const View& view) {
+  return view.stride[3] == 1 &&
+         view.type == (sizeof(T) == 8 ? ScalarType::kFloat64 : ScalarType::kFloat32);
+}
+
+// out[j][i] = factor * rows[i][j] for i < n, j < columns; lanes n.. up to a whole vector are zero.
+template <class T>
+void transpose_in(const Rows& rows, int64_t n, int64_t columns, T factor, T* out, int64_t ldo) {
+  constexpr int W = kLanes<T>;
+  for (int64_t i0 = 0; i0 < n; i0 += W) {
+    for (int64_t j0 = 0; j0 < columns; j0 += W) {
+      Vec<T> square[W];
+      AE_UNROLL for (int i = 0; i < W; ++i) {
+        square[i] = i0 + i < n ? load_piece<T>(rows.at(i0 + i, j0), rows.type, rows.column_stride,
+                                               columns - j0) *
+                                     factor
+                               : Vec<T>{};
+      }
+      transpose_square<T>(square);
+      T* target = out + j0 * ldo + i0;
+      const int64_t last = columns - j0;
+      AE_UNROLL for (int j = 0; j < W; ++j) {
+        if (j < last) store(target + j * ldo, square[j]);
+      }
+    }
+  }
+}
+
+// out rows = in[j][i] * scale[i] for i < n, j < columns.
+template <class T>
+void transpose_out(const T* in, int64_t ldi, const T* scale, int64_t n, int64_t columns,
+                   const Rows& out) {
+  constexpr int W = kLanes<T>;
+  for (int64_t i0 = 0; i0 < n; i0 += W) {
+    const Vec<T> factor = scale != nullptr ? load(scale + i0) : broadcast(T{1});
+    for (int64_t j0 = 0; j0 < columns; j0 += W) {
+      Vec<T> square[W];
+      AE_UNROLL for (int j = 0; j < W; ++j) {
+        square[j] = j0 + j < columns ? load(in + (j0 + j) * ldi + i0) * factor : Vec<T>{};
+      }
+      transpose_square<T>(square);
+      AE_UNROLL for (int i = 0; i < W; ++i) {
+        if (i0 + i < n) {
+          store_piece<T>(out.at(i0 + i, j0), out.type, out.column_stride, columns - j0, square[i]);
+        }
+      }
+    }
+  }
+}
+
+// out[i][j] = rows[i][j], columns padded with zeros up to ldo (a multiple of the vector).
+template <class T>
+void copy_in(const Rows& rows, int64_t n, int64_t columns, T* out, int64_t ldo) {
+  constexpr int W = kLanes<T>;
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < ldo; j += W) {
+      store(out + i * ldo + j,
+            j < columns
+                ? load_piece<T>(rows.at(i, j), rows.type, rows.column_stride, columns - j)
+                : Vec<T>{});
+    }
+  }
+}
+
+// out rows[i][j] = factor * in[i][j].
+template <class T>
+void copy_out(const T* in, int64_t ldi, int64_t n, int64_t columns, T factor, const Rows& out) {
+  constexpr int W = kLanes<T>;
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < columns; j += W) {
+      store_piece<T>(out.at(i, j), out.type, out.column_stride, columns - j,
+                     load(in + i * ldi + j) * factor);
+    }
+  }
+}
+
+// Whether all of n x ld numbers (ld a multiple of the vector) are finite: 0 x is 0 for those only.
+template <class T>
+bool all_finite(const T* in, int64_t n, int64_t ld) {
+  constexpr int W = kLanes<T>;
+  Vec<T> sum{};
+  for (int64_t k = 0; k < n * ld; k += W) sum = fma(load(in + k), Vec<T>{}, sum);
+  T total{};
+  for (int i = 0; i < W; ++i) total += sum[i];
+  return total == T{0};
+}
+
+// Bump allocator over a kernel's scratch; with no memory it only measures.
+struct Arena {
+  char* memory;
+  int64_t used = 0;
+
+  template <class U>
+  AE_INLINE U* take(int64_t count) {
+    U* p = reinterpret_cast<U*>(memory + used);
+    used += round_up(count * static_cast<int64_t>(sizeof(U)), 64);
+    return p;
+  }
+};
+
+}  // namespace ATTENTION_EXT_TIER
+}  // namespace attention_ext::kernels

@@ -1,0 +1,86 @@
+// How work is cut into blocks, splits and ranges: functions of the lengths, the kind of mask and the head group only, never of
+// batch, heads or threads, so that results do not depend on those. Used by the kernels and by the glue that sizes buffers.
+#pragma once
+
+#include "kernels/params.h"
+
+namespace attention_ext::kernels {
+
+AE_INLINE int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+AE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+AE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+AE_INLINE int64_t blocks_of(int64_t length, int64_t block) { return (length + block - 1) / block; }
+
+// Blocks of at most 96 x 96 (a multiple of every register tile, and the best or within 1 % of the best of ten sizes on an AVX2
+// machine, in both directions), evened out so that no block is a sliver.
+constexpr int64_t kBlock = 96;
+
+AE_INLINE int64_t even_block(int64_t length, int64_t multiple) {
+  if (length <= 0) return kBlock;
+  const int64_t blocks = blocks_of(length, kBlock);
+  return smaller(kBlock, round_up(blocks_of(length, blocks), multiple));
+}
+AE_INLINE int64_t query_block(int64_t length) { return even_block(length, 16); }
+AE_INLINE int64_t key_block(int64_t length) { return even_block(length, 8); }
+
+// Forward: a short query against many keys leaves too few query blocks to share among threads, so its keys are split. More rows
+// make enough blocks of their own.
+constexpr int64_t kSplitRows = 64;
+constexpr int64_t kSplitKeys = 1024;
+
+AE_INLINE int64_t forward_splits(const AttentionParams& p) {
+  if (p.packed() || p.q_length > kSplitRows || p.k_length <= kSplitKeys) return 1;
+  return blocks_of(p.k_length, kSplitKeys);
+}
+// Keys of one split: whole key blocks.
+AE_INLINE int64_t forward_split_keys(const AttentionParams& p) {
+  return round_up(blocks_of(p.k_length, forward_splits(p)), key_block(p.k_length));
+}
+// One partial result, in elements of the accumulation type: output rows (L x Ev), then maximum, sum and seen per row.
+AE_INLINE int64_t forward_partial_elements(const AttentionParams& p) {
+  return p.q_length * (p.v_size + 3);
+}
+
+// Backward: the keys that one work item owns. Its dK and dV stay in scratch while it walks over the queries, and its dQ is added
+// in the order of the ranges. 512 keys keep the packing of the queries cheap; a window makes ranges unequal, so they are
+// shorter there (on an AVX2 machine one causal head of 2048 reached 61 % of peak with 1024, 88 % with 192). Several query heads
+// to one key head make more work of fewer items, so ranges shrink with the group.
+AE_INLINE int64_t backward_range_blocks(const AttentionParams& p) {
+  const int64_t wanted = p.windowed() ? 2 : 5, group = larger(1, p.group());
+  return larger(1, wanted / smaller(group, 3));
+}
+// Keys of a range in a problem of `k_length` keys, and how many ranges every problem is given (the last ones of a short packed
+// sequence are empty).
+AE_INLINE int64_t backward_range(const AttentionParams& p, int64_t k_length) {
+  return key_block(k_length) * backward_range_blocks(p);
+}
+AE_INLINE int64_t backward_ranges(const AttentionParams& p) {
+  return larger(1, blocks_of(blocks_of(p.k_length, kBlock), backward_range_blocks(p)));
+}
+
+// The query blocks of all problems, those of a head together: which one is `item`?
+struct BlockIndex {
+  int64_t problem, head, block;
+};
+AE_INLINE BlockIndex block_index(const AttentionParams& p, int64_t item) {
+  if (!p.packed()) {
+    const int64_t blocks = blocks_of(p.q_length, query_block(p.q_length));
+    return {item / (blocks * p.heads), item / blocks % p.heads, item % blocks};
+  }
+  int64_t low = 0, high = p.problems;  // starts[low] * heads <= item < starts[high] * heads
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (p.q_block_starts[middle] * p.heads <= item ? low : high) = middle;
+  }
+  const int64_t blocks = p.q_block_starts[low + 1] - p.q_block_starts[low];
+  const int64_t rest = item - p.q_block_starts[low] * p.heads;
+  return {low, rest / blocks, rest % blocks};
+}
+AE_INLINE int64_t query_blocks(const AttentionParams& p) {
+  return p.packed() ? p.q_block_starts[p.problems]
+                    : p.problems * blocks_of(p.q_length, query_block(p.q_length));
+}
+
+}  // namespace attention_ext::kernels
