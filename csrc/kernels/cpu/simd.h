@@ -273,6 +273,8 @@ struct ExpRange<float> {
   static constexpr float kHighest = 88.5f;
   static constexpr float kLog2E = 1.44269502f;
   static constexpr float kLog2ELow = 1.92596300e-8f;
+  static constexpr float kLn2High = 0.693145751953125f;  // 16 bits: n times this is exact
+  static constexpr float kLn2Low = 1.42860682030941723212e-6f;
 };
 template <>
 struct ExpRange<double> {
@@ -280,16 +282,34 @@ struct ExpRange<double> {
   static constexpr double kHighest = 709.5;
   static constexpr double kLog2E = 1.4426950408889634;
   static constexpr double kLog2ELow = 2.0355273740931033e-17;
+  static constexpr double kLn2High = 0.693147180369123816490;  // 33 bits
+  static constexpr double kLn2Low = 1.90821492927058770002e-10;
 };
 
-// e^t for t <= ~88 (709): 0 below the smallest normal number, NaN for NaN. log2(e) t is split into an integer and a
-// rest with a two-part constant, so that the error stays at about one unit in the last place for every t.
+// log2(e) x = n + r, n an integer, |r| <= 1/2. Where products are fused a two-part log2(e) keeps all of r; elsewhere n ln 2 is taken
+// away exactly before the rest is scaled.
+template <class T>
+struct Reduced {
+  Vec<T> n, r;
+};
+template <class T>
+AE_INLINE Reduced<T> reduce_log2(Vec<T> x) {
+  using R = ExpRange<T>;
+  const Vec<T> n = round_even(x * R::kLog2E);
+#if defined(__AVX2__)
+  return {n, fma(x, broadcast(R::kLog2ELow), fma(x, broadcast(R::kLog2E), -n))};
+#else
+  return {n, ((x - n * R::kLn2High) - n * R::kLn2Low) * R::kLog2E};
+#endif
+}
+
+// e^t for t <= ~88 (709): 0 below the smallest normal number, NaN for NaN. Error about one unit in
+// the last place for every t.
 template <class T>
 AE_INLINE Vec<T> exp_vector(Vec<T> t) {
   using R = ExpRange<T>;
   const Vec<T> x = min(broadcast(R::kHighest), max(broadcast(R::kLowest), t));
-  const Vec<T> n = round_even(x * R::kLog2E);
-  const Vec<T> r = fma(x, broadcast(R::kLog2ELow), fma(x, broadcast(R::kLog2E), -n));
+  const auto [n, r] = reduce_log2<T>(x);
   const Vec<T> p = fma(exp2_minus_one_over(r), r, broadcast(T{1}));
   return select(less(t, broadcast(R::kLowest)), Vec<T>{}, times_power_of_two(p, n));
 }
@@ -310,20 +330,16 @@ AE_INLINE Vec<T> log_vector(Vec<T> x) {
   const Vec<T> f2 = f * f;
   Vec<T> series = broadcast(T{1} / T{2 * terms + 1});
   AE_UNROLL for (int k = terms - 1; k >= 0; --k) series = fma(series, f2, broadcast(T{1} / T(2 * k + 1)));
-  constexpr T ln2_high = sizeof(T) == 4 ? T(0.693145751953125) : T(0.693147180369123816490);
-  constexpr T ln2_low = sizeof(T) == 4 ? T(1.42860682030941723212e-6) : T(1.90821492927058770002e-10);
-  const Vec<T> rest = fma(f + f, series, n * ln2_low);
-  return fma(n, broadcast(ln2_high), rest);
+  const Vec<T> rest = fma(f + f, series, n * ExpRange<T>::kLn2Low);
+  return fma(n, broadcast(ExpRange<T>::kLn2High), rest);
 }
 
 // tanh x = e / (e + 2) with e = exp(2|x|) - 1 formed without cancellation; sign restored; NaN for NaN.
 template <class T>
 AE_INLINE Vec<T> tanh_vector(Vec<T> x) {
-  using R = ExpRange<T>;
   const Vec<T> magnitude = max(-x, x);
   const Vec<T> z = min(broadcast(T{44}), magnitude + magnitude);
-  const Vec<T> n = round_even(z * R::kLog2E);
-  const Vec<T> r = fma(z, broadcast(R::kLog2ELow), fma(z, broadcast(R::kLog2E), -n));
+  const auto [n, r] = reduce_log2<T>(z);
   const Vec<T> power = times_power_of_two(broadcast(T{1}), n);
   const Vec<T> e = fma(power, exp2_minus_one_over(r) * r, power - T{1});
   const Vec<T> y = e / (e + T{2});
