@@ -36,8 +36,8 @@ NINJA_DIR = ROOT / "build" / "ninja"
 COMMON_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{CSRC}"]
 # -ffp-contract=off: a product is fused where the source says fma and nowhere else.
 # -fno-ivopts: otherwise gcc keeps a pointer per row of a register tile and spills.
-# -Wno-...: gcc 12 warns about its own intrinsics headers, and about the ABI of vector arguments that
-# never leave a tier's object.
+# -Wno-...: gcc 12 warns about its own intrinsics headers, and about the ABI of vector arguments
+# that never leave a tier's object.
 KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-ivopts"]
 KERNEL_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-psabi"]
 GLUE_FLAGS = ["-O2", "-fopenmp"]  # without -fopenmp at::parallel_for silently runs on one thread
