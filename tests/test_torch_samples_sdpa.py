@@ -84,11 +84,47 @@ def test_samples_of_torch_with_their_dropout() -> None:
     assert dropped > 0
 
 
-def test_wrong_inputs_of_torch_are_refused_by_ours_too() -> None:
-    """But for a mask beside is_causal, which ours takes."""
-    for bad in OP.error_inputs("cpu") if OP.error_inputs_func else []:
-        sample = bad.sample_input
-        if sample.kwargs.get("is_causal") and sample.kwargs.get("attn_mask") is not None:
-            continue
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (_numbers(8), _numbers(7, 8), _numbers(7, 8)),
+        (_numbers(1, 2, 5, 8), _numbers(1, 2, 7, 9), _numbers(1, 2, 7, 8)),
+        (_numbers(1, 2, 5, 8), _numbers(1, 2, 7, 8), _numbers(1, 2, 6, 8)),
+        (_numbers(2, 2, 5, 8), _numbers(3, 2, 7, 8), _numbers(3, 2, 7, 8)),
+        (_numbers(1, 5, 5, 8), _numbers(1, 2, 7, 8), _numbers(1, 2, 7, 8)),
+        (_numbers(1, 2, 5, 8), _numbers(1, 2, 7, 8, dtype=torch.float64), _numbers(1, 2, 7, 8)),
+        (*[_numbers(1, 2, 5, 8)] * 3, _numbers(5, 6)),
+        (*[_numbers(1, 2, 5, 8)] * 3, _numbers(2, 1, 2, 5, 5)),
+        (*[_numbers(1, 2, 5, 8)] * 3, _numbers(3, 1, 5, 5)),
+        (*[_numbers(1, 2, 5, 8)] * 3, _numbers(5, 5, dtype=torch.int64)),
+        (*[_numbers(1, 2, 5, 8)] * 3, None, 1.5),
+        (*[_numbers(1, 2, 5, 8)] * 3, None, -0.1),
+        (*[_numbers(1, 2, 5, 8, dtype=torch.int32)] * 3,),
+    ],
+    ids=[
+        "one_dimension",
+        "sizes",
+        "lengths",
+        "batches",
+        "heads",
+        "dtypes",
+        "mask_keys",
+        "mask_dimensions",
+        "mask_batch",
+        "mask_dtype",
+        "dropout_above_one",
+        "dropout_below_zero",
+        "integers",
+    ],
+)
+def test_what_torch_refuses_is_refused(args: Any) -> None:
+    for function in (
+        torch.nn.functional.scaled_dot_product_attention,
+        ae.scaled_dot_product_attention,
+    ):
         with pytest.raises(RuntimeError):
-            ae.scaled_dot_product_attention(sample.input, *sample.args, **sample.kwargs)
+            function(*args)
