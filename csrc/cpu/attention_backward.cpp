@@ -120,9 +120,13 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
   }
   if (wanted[2]) {
     grad_value = empty_heads(value, shape.kv_heads, shape.k_length, shape.v_size);
-    p.grad_value = make_view(grad_value, shape.batch_sizes, storage);
+    if (p.grad_output.defined()) {
+      p.grad_value = make_view(grad_value, shape.batch_sizes, storage);
+    } else {
+      grad_value.zero_();  // logsumexp does not depend on the values
+    }
   }
-  if (wanted[0] || wanted[1] || wanted[2]) run_keys(p, shape, /*count=*/true);
+  if (wanted[0] || wanted[1] || p.grad_value.defined()) run_keys(p, shape, /*count=*/true);
   if (wanted[3]) {
     const at::Tensor& bias = *options.attn_bias;
     grad_bias = at::empty(bias.sizes(), exact);
