@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from attention_ext.__main__ import report as build_report
 from benchmarks.measure import Mismatch, Result, measure
-from benchmarks.report import HEADER, line, verdict, write_json, write_picture
+from benchmarks.report import HEADER, line, load_warning, verdict, write_json, write_picture
 from benchmarks.rows import all_rows
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     print(build_report())
     print("\nratio = torch's time / ours, the median over repetitions that time both in turn\n")
-    print(HEADER)
+    print(load_warning() + HEADER)
     results: list[Result] = []
     errors: list[str] = []
     seconds = arguments.seconds / 5 if arguments.quick else arguments.seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from attention_ext.__main__ import report as build_report
 from benchmarks.measure import Result
 
 HEADER = (
-    f"{'row':<54} {'ours ms':>9} {'torch ms':>9} {'ratio':>7} {'floor':>6}"
+    f"{'row':<54} {'ours ms':>9} {'torch ms':>9} {'ratio':>7} {'best':>7} {'floor':>6}"
     f" {'GF/s':>7} {'% peak':>7} {'torch':>6}"
 )
 
@@ -29,7 +30,18 @@ def line(result: Result) -> str:
     mark = "" if result.passed else "  < floor"
     return (
         f"{result.name:<54} {1e3 * result.ours_median:9.4f} {1e3 * result.torch_median:9.4f}"
-        f" {result.ratio:6.2f}x {result.floor:5.2f}x {result.gflops:7.1f} {share}{mark}"
+        f" {result.ratio:6.2f}x {result.ratio_of_bests:6.2f}x {result.floor:5.2f}x {result.gflops:7.1f} {share}{mark}"
+    )
+
+
+def load_warning() -> str:
+    """A line if other processes compete for the cores, else nothing."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load < cores / 2:
+        return ""
+    return (
+        f"\nThe machine is busy: load {load:.1f} on {cores} cores. Times say little now, ratios of "
+        "short calls neither.\n"
     )
 
 
