@@ -30,7 +30,8 @@ def line(result: Result) -> str:
     mark = "" if result.passed else "  < floor"
     return (
         f"{result.name:<54} {1e3 * result.ours_median:9.4f} {1e3 * result.torch_median:9.4f}"
-        f" {result.ratio:6.2f}x {result.ratio_of_bests:6.2f}x {result.floor:5.2f}x {result.gflops:7.1f} {share}{mark}"
+        f" {result.ratio:6.2f}x {result.ratio_of_bests:6.2f}x {result.floor:5.2f}x"
+        f" {result.gflops:7.1f} {share}{mark}"
     )
 
 
