@@ -39,7 +39,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 ATTN_MASKS = (None, "bool 2-D", "float 2-D", "bool 3-D", "float 3-D")
 PADDING_MASKS = (None, "bool", "float")
-INPUTS = ("self", "cross", "three", "unbatched")
+
+
+def slow(*values: Any) -> Any:
+    """A parameter that `make check` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def pair(dtype: torch.dtype = torch.float64, **config: Any) -> tuple[nn.Module, MultiheadAttention]:
@@ -107,7 +111,7 @@ def gradients(out: Tensor, weights: Tensor | None, wanted: list[Tensor]) -> list
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("kind", ["self", slow("cross"), slow("three"), "unbatched"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_equals_torch_for_every_combination_of_masks(config: dict[str, Any], kind: str) -> None:
     theirs, ours = pair(**config)
@@ -615,6 +619,7 @@ def test_copies_compute_the_same(duplicate: Any) -> None:
     assert repr(other) == repr(module)
 
 
+@pytest.mark.slow
 def test_pickle_loads_in_a_process_that_imports_nothing_by_hand(tmp_path: Path) -> None:
     module = MultiheadAttention(E, 4, batch_first=True).eval()
     x = torch.randn(N, L, E)
@@ -760,17 +765,37 @@ def test_masks_keep_their_precision_under_autocast(
     torch.testing.assert_close(mine[rows].double(), truth[rows], rtol=0.05, atol=0.05)
 
 
-def test_a_row_of_lowest_numbers_is_an_average_not_nan() -> None:
-    lowest = torch.finfo(torch.float32).min
+@pytest.mark.parametrize("mask_type", [torch.float32, torch.float64])
+def test_a_row_of_lowest_numbers_is_an_average_not_nan(mask_type: torch.dtype) -> None:
+    lowest = torch.finfo(mask_type).min  # float64's must not become float32's -inf
     module = MultiheadAttention(E, H)
     x = torch.randn(L, N, E)
-    mask = torch.full((L, L), lowest)
+    mask = torch.full((L, L), lowest, dtype=mask_type)
     for learned in (False, True):
-        padding = torch.full((N, L), lowest, requires_grad=learned)
+        padding = torch.full((N, L), lowest, dtype=mask_type, requires_grad=learned)
         out, weights = module(x, x, x, attn_mask=mask, key_padding_mask=padding)
         torch.testing.assert_close(weights, torch.full((N, L, L), 1 / L))
         out.sum().backward()
         assert module.in_proj_weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_padding_costs_no_work_forward_or_backward(kind: str) -> None:
+    # TransformerEncoderLayer turns bool padding into float -inf before it calls its attention.
+    length, real = 512, 100
+    module = MultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(1, length, E)
+    padding = torch.arange(length)[None] >= real
+    if kind == "float":
+        padding = torch.zeros(1, length).masked_fill(padding, -math.inf)
+    rows, columns = torch.ops.attention_ext._block_sizes(length, length)
+    visible = H * math.ceil(length / rows) * math.ceil(real / columns)
+    assert visible < H * math.ceil(length / rows) * math.ceil(length / columns)
+    torch.ops.attention_ext._visited_block_pairs()  # reading it sets it to zero
+    out, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
+    assert torch.ops.attention_ext._visited_block_pairs() == visible
+    out.sum().backward()
+    assert torch.ops.attention_ext._visited_block_pairs() == visible
 
 
 @pytest.mark.parametrize("mask_type", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -861,7 +886,9 @@ print((peak() - start) / 1024)
 # -- compile, export, nested tensors --
 
 
-@pytest.mark.parametrize("config", ["batch first", "bias_kv and zero_attn", "kdim and vdim"])
+@pytest.mark.parametrize(
+    "config", ["batch first", slow("bias_kv and zero_attn"), slow("kdim and vdim")]
+)
 def test_compiles_without_a_graph_break(config: str) -> None:
     torch._dynamo.reset()
     module = MultiheadAttention(E, H, dropout=0.3, window=(3, 3), **CONFIGS[config])
