@@ -35,21 +35,26 @@ def forward():
 out = ae.attention(q, k, v)
 def backward():
     torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
-print(ratio(forward), ratio(backward))
+def arithmetic():
+    torch.ops.attention_ext._fma_peak(2, False)
+print(ratio(forward), ratio(backward), ratio(arithmetic))
 """
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one processor cannot show two busy ones")
 def test_one_head_keeps_two_threads_busy() -> None:
-    """CPU time over wall time, forward and backward. Waiting threads sleep and don't count."""
+    """CPU time over wall time, forward and backward, is 1.6 at least. Waiting threads sleep and
+    don't count. Where other work takes the processors away, two threads of bare arithmetic,
+    measured beside, say what can be had: 1.6 is asked for of their 2.0.
+    """
     passive = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
-    best = [0.0, 0.0]
-    for _ in range(4):  # other work on the machine can only lower the ratio
-        found = run_python(_BUSY, env=passive).stdout.split()
-        best = [max(x, float(y)) for x, y in zip(best, found, strict=True)]
-        if min(best) >= 1.6:
+    measured = []
+    for _ in range(4):
+        *ratios, possible = map(float, run_python(_BUSY, env=passive).stdout.split())
+        measured.append((*ratios, possible))
+        if min(ratios) >= 0.8 * min(possible, 2.0):
             return
-    raise AssertionError(f"forward {best[0]:.2f}, backward {best[1]:.2f}, not 1.6")
+    raise AssertionError(f"(forward, backward, arithmetic): {measured}")
 
 
 _FORK = """
@@ -65,7 +70,7 @@ child = os.fork()
 if child == 0:
     {child}
     out = ae.attention(x.detach(), x.detach(), x.detach(), is_causal=True)
-    os._exit(0 if torch.equal(out, before[0]) else 3)
+    os._exit(0 if out.numpy().tobytes() == before[0].numpy().tobytes() else 3)
 status = os.waitpid(child, 0)[1]
 assert os.waitstatus_to_exitcode(status) == 0, status
 assert all(torch.equal(a, b) for a, b in zip(both(), before))
@@ -75,6 +80,7 @@ print("done")
 
 @pytest.mark.parametrize("child", ["pass", "torch.set_num_threads(1)"], ids=["as_is", "one_thread"])
 def test_forked_child_of_a_parallel_parent_works(child: str) -> None:
+    """The child compares bytes: torch's own operations on large tensors may hang there."""
     assert "done" in run_python(_FORK.format(child=child), timeout=60).stdout
 
 
@@ -94,7 +100,8 @@ def both():
 before = both()
 child = os.fork()
 if child == 0:
-    os._exit(0 if all(torch.equal(a, b) for a, b in zip(both(), before)) else 3)
+    same = [a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(both(), before)]
+    os._exit(0 if all(same) else 3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 print("done")
 """

@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <cstring>
+
 #include "common/make_params.h"
 #include "cpu/attention.h"
 #include "cpu/launch.h"
@@ -123,7 +125,8 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
     if (p.grad_output.defined()) {
       p.grad_value = make_view(grad_value, shape.batch_sizes, storage);
     } else {
-      grad_value.zero_();  // logsumexp does not depend on the values
+      // Logsumexp does not depend on the values. (zero_() may start threads, which a forked child lacks.)
+      std::memset(grad_value.data_ptr(), 0, grad_value.nbytes());
     }
   }
   if (wanted[0] || wanted[1] || p.grad_value.defined()) run_keys(p, shape, /*count=*/true);
