@@ -566,11 +566,8 @@ def assert_accurate(
         assert not problem, f"{label} {name} ({got.dtype}): {problem}"
 
 
-def inaccuracy(got: Tensor, want: Tensor, plain: Tensor, slack: float = 1.0) -> str:
-    """Empty if `got` is as accurate as it should be, else what is wrong with it.
-
-    `slack` multiplies the limits: a few dozen numbers are no fair sample of two errors.
-    """
+def inaccuracy(got: Tensor, want: Tensor, plain: Tensor) -> str:
+    """Empty if `got` is as accurate as it should be, else what is wrong with it."""
     dtype, got, plain = got.dtype, got.double(), plain.double()
     odd = ~want.isfinite()
     if not torch.equal(got[odd].nan_to_num(7), want[odd].nan_to_num(7)):
@@ -588,8 +585,12 @@ def inaccuracy(got: Tensor, want: Tensor, plain: Tensor, slack: float = 1.0) -> 
     else:
         times, rms_times, floor = (4, 3, 4) if dtype == torch.float32 else (2, 1.5, 0.75)
         smallest = torch.finfo(dtype).smallest_normal * eps  # a float16 result may be subnormal
-        limit = slack * times * float(usual.max() if usual.numel() else 0) + floor * eps * top + smallest
-        rms_limit = slack * rms_times * _rms(usual) + floor * eps * _rms(want[~odd]) + smallest
+        limit = (
+            slack * times * float(usual.max() if usual.numel() else 0)
+            + floor * eps * top
+            + smallest
+        )
+        rms_limit = rms_times * _rms(usual) + floor * eps * _rms(want[~odd]) + smallest
     if float(error.max()) > limit:
         return f"largest error {float(error.max()):.3g} > {limit:.3g} (largest number {top:.3g})"
     if _rms(error) > rms_limit:
