@@ -123,13 +123,23 @@ def find_ninja() -> str:
 
 
 def include_dir_of(package: str) -> str:
-    """The folder `include` inside an installed package, which is not imported for that."""
+    """A link to the folder `include` inside an installed package, which is not imported for that.
+
+    A link in the build folder, since an isolated build has the package in another place every time,
+    and a new path would recompile everything.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise BuildError(
             f"{package} is needed to build without isolation: pip install ninja {package}"
         )
-    return str(Path(next(iter(spec.submodule_search_locations))) / "include")
+    include = Path(next(iter(spec.submodule_search_locations))) / "include"
+    link = NINJA_DIR / package
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink() or link.readlink() != include:
+        link.unlink(missing_ok=True)
+        link.symlink_to(include, target_is_directory=True)
+    return str(link)
 
 
 def openmp_link_flags(torch_root: Path) -> list[str]:
