@@ -1,7 +1,8 @@
-// Under autocast, query, key and value are cast as torch casts those of scaled_dot_product_attention: to
-// the autocast dtype, float64 left alone. Biases, sinks and slopes are never cast down (finfo.min of a
-// float32 bias would become -inf); a 16-bit one that is no longer in the query's dtype goes up to float32.
-// The backward ops have no kernel here: autocast leaves them alone.
+// Under autocast, query, key and value are cast as torch casts those of
+// scaled_dot_product_attention: to the autocast dtype, float64 left alone. Biases, sinks and slopes
+// are never cast down (finfo.min of a float32 bias would become -inf); a 16-bit one that is no
+// longer in the query's dtype goes up to float32. The backward ops have no kernel here: autocast
+// leaves them alone.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -34,9 +35,9 @@ Tensor3 attention_autocast(TensorArg query, TensorArg key, TensorArg value,
 }
 
 template <c10::DeviceType kDevice>
-at::Tensor attention_weights_autocast(TensorArg query, TensorArg key, const AttentionOptions& options,
-                                      TensorArg logsumexp, TensorArg logsumexp_residual,
-                                      bool average_heads) {
+at::Tensor attention_weights_autocast(TensorArg query, TensorArg key,
+                                      const AttentionOptions& options, TensorArg logsumexp,
+                                      TensorArg logsumexp_residual, bool average_heads) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const auto q = cast(query, kDevice);

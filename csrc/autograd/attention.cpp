@@ -42,7 +42,7 @@ Tensor3 attention_autograd(TensorArg query, TensorArg key, TensorArg value,
                            const AttentionOptions& options) {
   const auto& bias = options.attn_bias;
   const auto& sinks = options.sinks;
-  check_constants(options);
+  check_constants("attention", options);
   if (any_tangent(query, key, value, bias, sinks)) {
     return composite::attention(query, key, value, check_attention(query, key, value, options));
   }

@@ -46,7 +46,7 @@ at::Tensor attention_weights_autograd(TensorArg query, TensorArg key,
                                       const AttentionOptions& options, TensorArg logsumexp,
                                       TensorArg logsumexp_residual, bool average_heads) {
   const auto& bias = options.attn_bias;
-  check_constants(options);
+  check_constants("attention_weights", options);
   if (any_tangent(query, key, bias, logsumexp)) {
     const auto checked =
         check_attention_weights(query, key, options, logsumexp, logsumexp_residual);

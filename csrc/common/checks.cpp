@@ -3,6 +3,7 @@
 #include "common/checks.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 
 #include <cmath>
@@ -11,12 +12,6 @@ namespace attention_ext {
 namespace {
 
 constexpr int64_t kPositionLimit = int64_t{1} << 61;  // sums of a few positions stay inside int64
-
-bool holds(bool condition) { return condition; }
-bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
-
-// The sentence begins with the argument's name; it must be the first string after the condition.
-#define CHECK_ARGUMENT(op, condition, ...) TORCH_CHECK(holds(condition), op, ": ", __VA_ARGS__)
 
 using Sizes = c10::SymIntArrayRef;
 
@@ -208,7 +203,8 @@ void check_sinks(const Call& call, const at::Tensor& sinks) {
                  sinks.sym_sizes());
 }
 
-void check_alibi_slopes(const Call& call, const at::Tensor& slopes) {
+void check_alibi_slopes(const Call& call, const at::Tensor& slopes,
+                        const AttentionOptions& options) {
   CHECK_ARGUMENT(call.op, is_dense(slopes),
                  "alibi_slopes must be a dense strided tensor, got layout ", layout_of(slopes));
   CHECK_ARGUMENT(call.op, slopes.device() == call.device,
@@ -216,6 +212,15 @@ void check_alibi_slopes(const Call& call, const at::Tensor& slopes) {
                  slopes.device());
   CHECK_ARGUMENT(call.op, is_own_or_float(call, slopes), "alibi_slopes must be ", call.dtype,
                  " or ", call.accumulation, ", got ", slopes.scalar_type());
+  if (options.cu_seqlens_q) {
+    const auto sequences = options.cu_seqlens_q->sym_size(0) - 1;
+    CHECK_ARGUMENT(call.op,
+                   same(slopes.sym_sizes(), join({}, {call.heads})) ||
+                       same(slopes.sym_sizes(), join({}, {sequences, call.heads})),
+                   "alibi_slopes must be (H) or have one row a packed sequence, (", sequences, ", ",
+                   call.heads, "), got ", slopes.sym_sizes());
+    return;
+  }
   const auto expected = join(call.batch, {call.heads});
   CHECK_ARGUMENT(call.op,
                  same(slopes.sym_sizes(), Sizes(expected).slice(call.batch.size())) ||
@@ -228,10 +233,10 @@ bool is_integer(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt;
 }
 
-// Values can be read here: an ordinary CPU tensor (a fake one is on meta, a GPU's would cost a
-// wait).
+// Values can be read here: a real CPU tensor, not a fake or wrapped one; a GPU's would cost a wait.
 bool is_readable(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.has_storage();
+  return tensor.device().is_cpu() && tensor.has_storage() &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
 void check_query_offsets(const Call& call, const at::Tensor& offsets,
@@ -409,8 +414,8 @@ AttentionOptions check_options(const Call& call, const AttentionOptions& options
   if (options.attn_bias) check_attn_bias(call, *options.attn_bias);
   if (options.key_mask) check_key_mask(call, *options.key_mask);
   if (options.sinks) check_sinks(call, *options.sinks);
-  if (options.alibi_slopes) check_alibi_slopes(call, *options.alibi_slopes);
   if (options.cu_seqlens_q || options.cu_seqlens_k) check_packed(call, options);
+  if (options.alibi_slopes) check_alibi_slopes(call, *options.alibi_slopes, options);
   if (options.query_offsets) check_query_offsets(call, *options.query_offsets, options);
   check_dropout(call, options);
 
@@ -432,8 +437,8 @@ void check_logsumexp(const Call& call, const at::Tensor& logsumexp) {
                  logsumexp.device());
   CHECK_ARGUMENT(call.op, logsumexp.scalar_type() == call.accumulation, "logsumexp must be ",
                  call.accumulation, ", got ", logsumexp.scalar_type());
-  CHECK_ARGUMENT(call.op, same(logsumexp.sym_sizes(), rows), "logsumexp must be ", Sizes(rows),
-                 ", got ", logsumexp.sym_sizes());
+  CHECK_ARGUMENT(call.op, same(logsumexp.sym_sizes(), rows), "logsumexp must have the shape ",
+                 Sizes(rows), ", got ", logsumexp.sym_sizes());
 }
 
 void check_residual(const Call& call, const at::Tensor& residual) {
@@ -459,8 +464,8 @@ void check_output(const Call& call, const at::Tensor& output, const c10::SymDimV
                  call.device, ", got ", output.device());
   CHECK_ARGUMENT(call.op, output.scalar_type() == call.dtype, "output must have the query's dtype ",
                  call.dtype, ", got ", output.scalar_type());
-  CHECK_ARGUMENT(call.op, same(output.sym_sizes(), expected), "output must be ", Sizes(expected),
-                 ", got ", output.sym_sizes());
+  CHECK_ARGUMENT(call.op, same(output.sym_sizes(), expected), "output must have the shape ",
+                 Sizes(expected), ", got ", output.sym_sizes());
 }
 
 void check_grad_output(const Call& call, const at::Tensor& grad,
@@ -584,13 +589,18 @@ AttentionOptions check_attention_weights_backward(const at::Tensor& grad_weights
   return normal;
 }
 
-void check_constants(const AttentionOptions& options) {
+void check_constants(const char* op, const AttentionOptions& options) {
+  const auto differentiated = [](const std::optional<at::Tensor>& tensor) {
+    if (!tensor || !at::isFloatingType(tensor->scalar_type())) return false;
+    return (tensor->requires_grad() && c10::GradMode::is_enabled()) ||
+           tensor->_fw_grad(/*level=*/0).defined();
+  };
   CHECK_ARGUMENT(
-      "attention", !options.alibi_slopes || !options.alibi_slopes->requires_grad(),
+      op, !differentiated(options.alibi_slopes),
       "alibi_slopes are constants and must not require grad (a learned bias is attn_bias), got "
       "a tensor that does");
   CHECK_ARGUMENT(
-      "attention", !options.key_mask || !options.key_mask->requires_grad(),
+      op, !differentiated(options.key_mask),
       "key_mask is a constant and must not require grad (a learned bias is attn_bias), got a "
       "tensor that does");
 }

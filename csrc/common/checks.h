@@ -4,9 +4,23 @@
 // free: on the CPU.
 #pragma once
 
+#include <c10/core/SymBool.h>
+#include <c10/util/Exception.h>
+
 #include "ops/attention.h"
 
 namespace attention_ext {
+
+inline bool holds(bool condition) { return condition; }
+inline bool holds(const c10::SymBool& condition) {
+  return condition.expect_true(__FILE__, __LINE__);
+}
+
+// RuntimeError "op: sentence". The sentence begins with the argument's name and is the first string
+// after the condition; no two are alike. tests/test_errors.py finds them in the sources and asks
+// each of them of a wrong call, so a new check needs a case there.
+#define CHECK_ARGUMENT(op, condition, ...) \
+  TORCH_CHECK(attention_ext::holds(condition), op, ": ", __VA_ARGS__)
 
 // Each returns the options normalised: window_right is 0 under is_causal, windows lie within 2^61,
 // integer tensors are int64.
@@ -33,7 +47,8 @@ AttentionOptions check_attention_weights_backward(const at::Tensor& grad_weights
                                                   const at::Tensor& logsumexp_residual,
                                                   bool average_heads, std::array<bool, 4> wanted);
 
-// ALiBi slopes and a float key_mask are constants; autograd refuses them when they want a gradient.
-void check_constants(const AttentionOptions& options);
+// ALiBi slopes and a float key_mask are constants: autograd refuses those that want a gradient or
+// carry a tangent.
+void check_constants(const char* op, const AttentionOptions& options);
 
 }  // namespace attention_ext

@@ -33,35 +33,28 @@ Softmax softmax(const DenseScores& dense, const AttentionOptions& options) {
   Softmax result;
   const auto scores = where_visible(dense, dense.scores, -kInfinity);
   const auto rows = scores.sym_sizes().slice(0, scores.dim() - 1);
-  at::Tensor live = live_rows(dense), sinks, top;
-  if (scores.sym_size(-1) == 0) {
-    live = at::zeros({1}, scores.options().dtype(at::kBool));
-    top = at::zeros_symint(rows, scores.options());
-  } else {
-    top = scores.detach().amax(-1);
-  }
-  if (live.defined()) top = at::where(live, top, 0.0);
+  const bool no_keys = scores.sym_size(-1) == 0;
+  auto live = no_keys ? at::zeros({1}, scores.options().dtype(at::kBool)) : live_rows(dense);
+  auto top =
+      no_keys ? at::full_symint(rows, -kInfinity, scores.options()) : scores.detach().amax(-1);
+  at::Tensor sinks;
   if (options.sinks) {
     sinks = options.sinks->to(scores.scalar_type()).unsqueeze(-1);
-    const auto level = sinks.detach().expand_symint(rows);
-    top =
-        live.defined() ? at::where(live, at::maximum(top, level), level) : at::maximum(top, level);
+    top = at::maximum(top, sinks.detach());
+    if (live.defined()) live = at::logical_or(live, at::ne(sinks, -kInfinity));
   }
-  const auto shifted = where_visible(dense, dense.scores - top.unsqueeze(-1), -kInfinity);
-  const auto exponentials = at::exp(shifted);
+  top = at::where(at::eq(top, -kInfinity), 0.0, top);
+  const auto exponentials =
+      at::exp(where_visible(dense, dense.scores - top.unsqueeze(-1), -kInfinity));
   auto total = exponentials.sum(-1);
-  if (options.sinks) {
-    total = total + at::exp(sinks - top);
-  } else if (live.defined()) {
-    total = at::where(live, total, 1.0);  // a dead row's log and quotient stay finite
-  }
+  if (sinks.defined()) total = total + at::exp(sinks - top);
+  if (live.defined()) total = at::where(live, total, 1.0);  // a dead row's quotient stays finite
   const auto log_total = at::log(total);
   result.probabilities = exponentials / total.unsqueeze(-1);
+  if (sinks.defined()) result.sink_probabilities = at::exp(sinks - top) / total;
   result.logsumexp = top + log_total;
   result.residual = ((top - result.logsumexp) + log_total).detach();
-  if (options.sinks) {
-    result.sink_probabilities = at::exp(sinks - top) / total;
-  } else if (live.defined()) {
+  if (live.defined()) {
     result.logsumexp = at::where(live, result.logsumexp, -kInfinity);
     result.residual = at::where(live, result.residual, 0.0);
   }
@@ -86,7 +79,7 @@ at::Tensor transposed(const at::Tensor& tensor) { return tensor.transpose(-2, -1
 // Fresh memory laid out as (..., L, H, E), in the dtype of the input it belongs to.
 at::Tensor rows_first(const at::Tensor& tensor, at::ScalarType dtype) {
   if (!tensor.defined()) return tensor;
-  return tensor.to(dtype).transpose(-2, -3).contiguous().transpose(-2, -3);
+  return tensor.to(dtype).transpose(-2, -3).clone(at::MemoryFormat::Contiguous).transpose(-2, -3);
 }
 
 at::Tensor bias_shaped(const at::Tensor& grad_scores, const at::Tensor& bias) {

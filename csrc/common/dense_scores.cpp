@@ -117,6 +117,16 @@ at::Tensor visible_of(const AttentionOptions& options, const Positions& at_) {
   return visible;
 }
 
+// Broadcastable to (..., H, L, S).
+at::Tensor slopes_of(const AttentionOptions& options, const Positions& at_) {
+  const auto& slopes = *options.alibi_slopes;
+  if (at_.sequence_of_row.defined() && slopes.dim() == 2) {  // (sequences, H) -> (H, L, 1)
+    const auto of_row = at_.sequence_of_row.squeeze(-1);
+    return slopes.index_select(0, of_row).transpose(0, 1).unsqueeze(-1);
+  }
+  return slopes.unsqueeze(-1).unsqueeze(-1);
+}
+
 at::Tensor low32(const at::Tensor& bits) { return at::bitwise_and(bits, int64_t{0xffffffff}); }
 at::Tensor high32(const at::Tensor& bits) { return low32(at::bitwise_right_shift(bits, 32)); }
 
@@ -238,8 +248,7 @@ DenseScores dense_scores(const at::Tensor& query, const at::Tensor& key,
   }
   if (options.alibi_slopes) {
     const auto distance = at::abs(at_.keys - (at_.rows + at_.offsets)).to(dtype);
-    dense.scores =
-        dense.scores - options.alibi_slopes->to(dtype).unsqueeze(-1).unsqueeze(-1) * distance;
+    dense.scores = dense.scores - slopes_of(options, at_).to(dtype) * distance;
   }
   const auto bias = bias_of(options, dtype);
   if (bias.defined()) dense.scores = dense.scores + bias;

@@ -1,8 +1,9 @@
-// vmap's rules: the vmapped dimension N becomes one more batch dimension, whatever inputs have it; what does
-// not have it is broadcast by strides, never copied. Sinks that differ between the N elements (or whose
-// gradient must) and packed sequences place N into the heads instead. What fits neither, and dropout, whose
-// counters must be those of a loop, is a loop here in C++. The ops are pure functions of their inputs, so a
-// vmapped call always equals a loop: under randomness="different" the Python API draws a state per element.
+// vmap's rules: the vmapped dimension N becomes one more batch dimension, whatever inputs have it;
+// what does not have it is broadcast by strides, never copied. Sinks that differ between the N
+// elements (or whose gradient must) and packed sequences place N into the heads instead. What fits
+// neither, and dropout, whose counters must be those of a loop, is a loop here in C++. The ops are
+// pure functions of their inputs, so a vmapped call always equals a loop: under
+// randomness="different" the Python API draws a state per element.
 #include <ATen/functorch/DynamicLayer.h>
 #include <ATen/functorch/PlumbingHelper.h>
 #include <ATen/ops/stack.h>
@@ -10,6 +11,7 @@
 
 #include <vector>
 
+#include "common/checks.h"
 #include "ops/signature.h"
 
 namespace attention_ext {
@@ -32,9 +34,9 @@ struct Operation {
   const char* name;
   std::vector<int64_t> tensor_heads;  // for each op tensor; empty: the heads are never folded
   std::vector<int64_t> result_heads;
-  size_t query;        // the query's place among the tensors
-  int bias_result;     // which result is attn_bias's gradient, or -1
-  int sinks_result;    // the same for sinks
+  size_t query;      // the query's place among the tensors
+  int bias_result;   // which result is attn_bias's gradient, or -1
+  int sinks_result;  // the same for sinks
 };
 
 using Tensors = std::vector<std::optional<at::Tensor>>;
@@ -43,14 +45,18 @@ using Results = std::vector<at::Tensor>;
 template <typename Run>
 class VmappedCall {
  public:
-  VmappedCall(const Operation& operation, Tensors tensors, const AttentionOptions& options, bool wants_bias,
-              bool wants_sinks, const Run& run)
-      : operation_(operation), scalars_(scalars_of(options)), wants_bias_(wants_bias),
-        wants_sinks_(wants_sinks), run_(run) {
+  VmappedCall(const Operation& operation, Tensors tensors, const AttentionOptions& options,
+              bool wants_bias, bool wants_sinks, const Run& run)
+      : operation_(operation),
+        scalars_(scalars_of(options)),
+        wants_bias_(wants_bias),
+        wants_sinks_(wants_sinks),
+        run_(run) {
     level_ = at::functorch::maybeCurrentDynamicLayer()->layerId();
     for (const auto& tensor : tensors) tensors_.push_back(unwrap(tensor));
     size_t n = 0;
-    for_each_tensor(options, [&](const std::optional<at::Tensor>& tensor) { options_[n++] = unwrap(tensor); });
+    for_each_tensor(
+        options, [&](const std::optional<at::Tensor>& tensor) { options_[n++] = unwrap(tensor); });
   }
 
   Results operator()() {
@@ -89,27 +95,27 @@ class VmappedCall {
 
   // The ranks seen by one element: after folding, a wrong one could look right.
   void check_ranks() const {
-    for (const auto index : {kMask, kBias}) {
-      if (!options_[index]) continue;
-      const auto rank = options_[index]->rank();
-      TORCH_CHECK(rank == 2 || rank == query_rank(), operation_.name, ": ",
-                  index == kMask ? "attn_mask" : "attn_bias",
-                  " under vmap must be (L, S) or have the query's number of dimensions, got ", rank,
-                  " dimensions beside a query of ", query_rank());
-    }
-    if (options_[kSinks]) {
-      TORCH_CHECK(options_[kSinks]->rank() == 1, operation_.name,
-                  ": sinks under vmap must have one dimension, got ", options_[kSinks]->rank());
-    }
-    if (options_[kSlopes]) {
-      const auto rank = options_[kSlopes]->rank();
-      TORCH_CHECK(rank == 1 || rank == query_rank() - 2, operation_.name,
-                  ": alibi_slopes under vmap must be (H) or have the query's batch dimensions and H, got ",
-                  rank, " dimensions beside a query of ", query_rank());
-    }
-    TORCH_CHECK(query_rank() >= 3, operation_.name,
-                ": query under vmap must have at least 3 dimensions (heads, length, size), got ",
-                query_rank());
+    const char* op = operation_.name;
+    const auto query = query_rank();
+    const auto rank = [&](OptionIndex index) {
+      return options_[index] ? options_[index]->rank() : -1;
+    };
+    CHECK_ARGUMENT(op, query >= 3,
+                   "query under vmap must have at least 3 dimensions (heads, length, size), got ",
+                   query);
+    const auto mask = rank(kMask), bias = rank(kBias), sinks = rank(kSinks), slopes = rank(kSlopes);
+    CHECK_ARGUMENT(op, mask == -1 || mask == 2 || mask == query,
+                   "attn_mask under vmap must be (L, S) or have the query's number of dimensions, ",
+                   query, ", got ", mask);
+    CHECK_ARGUMENT(op, bias == -1 || bias == 2 || bias == query,
+                   "attn_bias under vmap must be (L, S) or have the query's number of dimensions, ",
+                   query, ", got ", bias);
+    CHECK_ARGUMENT(op, sinks == -1 || sinks == 1, "sinks under vmap must have one dimension, got ",
+                   sinks);
+    CHECK_ARGUMENT(
+        op, slopes == -1 || slopes == 1 || slopes == query - 2,
+        "alibi_slopes under vmap must be (H) or have the query's batch dimensions and H, ",
+        query - 2, " dimensions, got ", slopes);
   }
 
   // (N, ...), expanded by stride 0 if this one does not differ between the elements.
@@ -126,7 +132,8 @@ class VmappedCall {
     return tensor;
   }
 
-  AttentionOptions with_tensors(const std::array<std::optional<at::Tensor>, kOptionTensors>& tensors) const {
+  AttentionOptions with_tensors(
+      const std::array<std::optional<at::Tensor>, kOptionTensors>& tensors) const {
     AttentionOptions options = scalars_;
     size_t n = 0;
     for_each_tensor(options, [&](std::optional<at::Tensor>& tensor) { tensor = tensors[n++]; });
@@ -154,8 +161,8 @@ class VmappedCall {
   Results loop() const {
     std::vector<Results> columns(operation_.result_heads.size());
     const auto elements = size_.guard_int(__FILE__, __LINE__);
-    TORCH_CHECK(elements > 0, operation_.name,
-                ": query under vmap must have at least one element to loop over, got 0");
+    CHECK_ARGUMENT(operation_.name, elements > 0,
+                   "query under vmap must have at least one element to loop over, got ", elements);
     for (int64_t element = 0; element < elements; ++element) {
       auto results = run_(pick(element), picked_options(element));
       for (size_t n = 0; n < results.size(); ++n) columns[n].push_back(results[n]);
@@ -174,7 +181,8 @@ class VmappedCall {
     }
     std::array<std::optional<at::Tensor>, kOptionTensors> options;
     for (const auto index : {kMask, kBias}) {
-      if (options_[index]) options[index] = scores_in_batch(*options_[index], index == kBias && wants_bias_);
+      if (options_[index])
+        options[index] = scores_in_batch(*options_[index], index == kBias && wants_bias_);
     }
     if (options_[kKeyMask]) options[kKeyMask] = full(*options_[kKeyMask]);
     if (options_[kOffsets]) options[kOffsets] = full(*options_[kOffsets]);
@@ -215,7 +223,8 @@ class VmappedCall {
     return scores_fit_heads(kMask, false) && scores_fit_heads(kBias, wants_bias_);
   }
 
-  // Dense masks and biases go into the heads as they are: broadcast over all heads, or one for each.
+  // Dense masks and biases go into the heads as they are: broadcast over all heads, or one for
+  // each.
   bool scores_fit_heads(OptionIndex index, bool each) const {
     if (!options_[index]) return true;
     const auto& argument = *options_[index];
@@ -243,7 +252,8 @@ class VmappedCall {
     std::array<std::optional<at::Tensor>, kOptionTensors> options;
     for (const auto index : {kMask, kBias}) {
       if (!options_[index]) continue;
-      options[index] = options_[index]->batched ? fold(options_[index]->tensor, 3) : options_[index]->tensor;
+      options[index] =
+          options_[index]->batched ? fold(options_[index]->tensor, 3) : options_[index]->tensor;
     }
     for (const auto index : {kKeyMask, kOffsets, kCuQ, kCuK}) {
       if (options_[index]) options[index] = options_[index]->tensor;
@@ -271,7 +281,8 @@ class VmappedCall {
 
 template <typename Tuple>
 Results listed(Tuple&& results) {
-  return std::apply([](auto&&... result) { return Results{std::move(result)...}; }, std::move(results));
+  return std::apply([](auto&&... result) { return Results{std::move(result)...}; },
+                    std::move(results));
 }
 
 const Operation kAttention{"attention", {3, 3, 3}, {3, 2, 2}, 0, -1, -1};
@@ -279,7 +290,8 @@ const Operation kBackward{"attention_backward", {3, 2, 3, 3, 3, 3, 2, 2}, {3, 3,
 const Operation kWeights{"attention_weights", {}, {3}, 0, -1, -1};
 const Operation kWeightsBackward{"attention_weights_backward", {}, {3, 3, 3, 2}, 1, 2, -1};
 
-Tensor3 attention_vmap(TensorArg query, TensorArg key, TensorArg value, const AttentionOptions& options) {
+Tensor3 attention_vmap(TensorArg query, TensorArg key, TensorArg value,
+                       const AttentionOptions& options) {
   const auto run = [](const Tensors& t, const AttentionOptions& o) {
     return listed(attention(*t[0], *t[1], *t[2], o));
   };
@@ -287,27 +299,30 @@ Tensor3 attention_vmap(TensorArg query, TensorArg key, TensorArg value, const At
   return {r[0], r[1], r[2]};
 }
 
-Tensor5 attention_backward_vmap(OptionalArg grad_output, OptionalArg grad_logsumexp, TensorArg query,
-                                TensorArg key, TensorArg value, const AttentionOptions& options,
-                                TensorArg output, TensorArg logsumexp, TensorArg logsumexp_residual,
+Tensor5 attention_backward_vmap(OptionalArg grad_output, OptionalArg grad_logsumexp,
+                                TensorArg query, TensorArg key, TensorArg value,
+                                const AttentionOptions& options, TensorArg output,
+                                TensorArg logsumexp, TensorArg logsumexp_residual,
                                 std::array<bool, 5> wanted) {
   const auto run = [&](const Tensors& t, const AttentionOptions& o) {
     return listed(
         attention_backward(t[0], t[1], *t[2], *t[3], *t[4], o, *t[5], *t[6], *t[7], wanted));
   };
-  auto r = VmappedCall(kBackward,
-                       {grad_output, grad_logsumexp, query, key, value, output, logsumexp,
-                        logsumexp_residual},
-                       options, wanted[3], wanted[4], run)();
+  auto r = VmappedCall(
+      kBackward,
+      {grad_output, grad_logsumexp, query, key, value, output, logsumexp, logsumexp_residual},
+      options, wanted[3], wanted[4], run)();
   return {r[0], r[1], r[2], r[3], r[4]};
 }
 
 at::Tensor attention_weights_vmap(TensorArg query, TensorArg key, const AttentionOptions& options,
-                                  TensorArg logsumexp, TensorArg logsumexp_residual, bool average_heads) {
+                                  TensorArg logsumexp, TensorArg logsumexp_residual,
+                                  bool average_heads) {
   const auto run = [&](const Tensors& t, const AttentionOptions& o) {
     return Results{attention_weights(*t[0], *t[1], o, *t[2], *t[3], average_heads)};
   };
-  return VmappedCall(kWeights, {query, key, logsumexp, logsumexp_residual}, options, false, false, run)()[0];
+  return VmappedCall(kWeights, {query, key, logsumexp, logsumexp_residual}, options, false, false,
+                     run)()[0];
 }
 
 Tensor4 attention_weights_backward_vmap(TensorArg grad_weights, TensorArg query, TensorArg key,
@@ -318,8 +333,8 @@ Tensor4 attention_weights_backward_vmap(TensorArg grad_weights, TensorArg query,
     return listed(
         attention_weights_backward(*t[0], *t[1], *t[2], o, *t[3], *t[4], average_heads, wanted));
   };
-  auto r = VmappedCall(kWeightsBackward, {grad_weights, query, key, logsumexp, logsumexp_residual}, options,
-                       wanted[2], false, run)();
+  auto r = VmappedCall(kWeightsBackward, {grad_weights, query, key, logsumexp, logsumexp_residual},
+                       options, wanted[2], false, run)();
   return {r[0], r[1], r[2], r[3]};
 }
 

@@ -26,7 +26,7 @@ struct AttentionOptions {
   std::optional<at::Tensor> attn_bias;     // float, the same shapes; differentiable
   std::optional<at::Tensor> key_mask;      // (B, S), bool or float
   std::optional<at::Tensor> sinks;         // (H), float; differentiable
-  std::optional<at::Tensor> alibi_slopes;  // (H) or (B, H), float; constants
+  std::optional<at::Tensor> alibi_slopes;  // (H), (B, H) or (sequences, H), float; constants
   std::optional<at::Tensor> query_offsets;  // (B), int32 or int64; packed: one per sequence
   std::optional<at::Tensor> cu_seqlens_q;   // packed: (sequences + 1), int32 or int64
   std::optional<at::Tensor> cu_seqlens_k;   // packed: the same shape and dtype rules

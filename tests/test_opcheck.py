@@ -1,0 +1,107 @@
+"""torch.library.opcheck on every op: schema, autograd registration, fake kernels, AOT dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attention_ext  # noqa: F401
+from cases import CASES, Case, PackedCase, params, raw, raw_packed
+
+ops: Any = torch.ops.attention_ext
+
+SMALL = {"tiny", "unbatched", "two_batch_dims", "mask_single", "grouped"}
+SAMPLES: list[Case | PackedCase] = [
+    *(case for case in CASES if case.name in SMALL),
+    Case("contiguous", 5, 7, 8),
+    Case("heads_last", 5, 7, 8, layout="heads_last", bias="1HLS"),
+    Case("strided", 5, 7, 8, layout="strided", mask="BHLS"),
+    Case("expanded", 5, 7, 8, layout="expanded", bias="B1LS"),
+    Case("key_mask", 5, 7, 3, key_mask="float", alibi="BH", query_offset="per batch"),
+    Case("no_queries", 0, 7, 8, sinks=True),
+    Case("no_keys", 5, 0, 8, sinks=True),
+    Case("no_size", 5, 7, 0, 4),
+    Case("no_value_size", 5, 7, 8, 0),
+    Case("no_batch", 5, 7, 8, batch=(0,)),
+    Case("everything", 5, 7, 8, 6, heads=4, kv_heads=2, mask="LS", bias="BHLS", key_mask="bool",
+         window=(3, 1), softcap=2.0, sinks=True, alibi="H", dropout_p=0.5),
+    PackedCase("packed", (2, 0, 3), (4, 1, 2), 8, sinks=True, alibi="BH", query_offset="per batch"),
+]  # fmt: skip
+
+
+def _call(
+    case: Case | PackedCase, requires_grad: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = case.make(torch.float32, requires_grad=requires_grad)
+    return (raw_packed if isinstance(case, PackedCase) else raw)(args, kwargs)
+
+
+def _forward(case: Case | PackedCase) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+    args, kwargs = _call(case)
+    results = [x.detach() for x in ops.attention(*args, **kwargs)]
+    return args, kwargs, results
+
+
+def _opcheck(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    results = torch.library.opcheck(op, args, kwargs)
+    assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
+
+
+@pytest.mark.parametrize("case", params(SAMPLES))
+def test_attention(case: Case | PackedCase) -> None:
+    _opcheck(ops.attention.default, *_call(case))
+
+
+@pytest.mark.parametrize("case", params(SAMPLES))
+def test_attention_backward(case: Case | PackedCase) -> None:
+    args, kwargs, (output, logsumexp, residual) = _forward(case)
+    wanted = [True, True, True, args[4] is not None, args[6] is not None]
+    incoming = torch.randn_like(output), torch.randn_like(logsumexp)
+    backward_args = (*incoming, *args, output, logsumexp, residual, wanted)
+    _opcheck(ops.attention_backward.default, backward_args, kwargs)
+
+
+@pytest.mark.parametrize("grads", [(True, False), (False, True), (False, False)])
+def test_attention_backward_without_some_incoming_gradients(grads: tuple[bool, bool]) -> None:
+    args, kwargs, (output, logsumexp, residual) = _forward(SAMPLES[0])
+    incoming = [x if given else None for x, given in zip((output, logsumexp), grads, strict=True)]
+    wanted = [True, False, True, False, False]
+    backward_args = (*incoming, *args, output, logsumexp, residual, wanted)
+    _opcheck(ops.attention_backward.default, backward_args, kwargs)
+
+
+@pytest.mark.parametrize("average_heads", [False, True])
+@pytest.mark.parametrize("case", params([x for x in SAMPLES if isinstance(x, Case)]))
+def test_attention_weights_and_their_backward(case: Case, average_heads: bool) -> None:
+    args, kwargs, (_, logsumexp, residual) = _forward(case)
+    tensors = (*args[:2], *args[3:])
+    more = {**kwargs, "average_heads": average_heads}
+    _opcheck(ops.attention_weights.default, (*tensors, logsumexp, residual), more)
+    weights = ops.attention_weights(*tensors, logsumexp, residual, **more).detach()
+    wanted = [True, True, args[4] is not None, True]
+    backward_args = (weights, *tensors, logsumexp, residual, wanted)
+    _opcheck(ops.attention_weights_backward.default, backward_args, more)
+
+
+@pytest.mark.parametrize("case", params(SAMPLES))
+def test_fake_results_have_the_real_strides_and_storage_of_their_own(
+    case: Case | PackedCase,
+) -> None:
+    args, kwargs = _call(case, requires_grad=False)
+    on_meta = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
+    for real, fake in zip(
+        ops.attention(*args, **kwargs), ops.attention(*on_meta, **kwargs), strict=True
+    ):
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+        assert real.storage_offset() == 0
+        assert real.untyped_storage().nbytes() == real.numel() * real.element_size()
+
+
+def test_ops_are_marked_as_safe_to_compile() -> None:
+    for name in ("", "_backward", "_weights", "_weights_backward"):
+        op = getattr(ops, f"attention{name}").default
+        assert torch.Tag.pt2_compliant_tag in op.tags
+        assert not op._schema.is_mutable
