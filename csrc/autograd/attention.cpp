@@ -16,21 +16,17 @@ namespace {
 using torch::autograd::collect_next_edges;
 using torch::autograd::compute_requires_grad;
 using torch::autograd::set_history;
-using torch::autograd::variable_list;
 
-class AttentionBackward final : public AttentionNode {
- public:
-  std::string name() const override { return "AttentionBackward"; }
+struct AttentionBackward final : AttentionNode<AttentionBackward, 5> {
+  static constexpr const char* kName = "AttentionBackward";
 
- protected:
-  variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto wanted = wanted_outputs<5>();
+  static variable_list formula(const variable_list& grads, Arguments arguments,
+                               const Wanted& wanted, bool) {
     if (!grads[0].defined() && !grads[1].defined()) return variable_list(5);
-    SavedArguments::Unpacked unpack(saved, this);
-    const auto query = unpack.tensor(), key = unpack.tensor(), value = unpack.tensor();
-    const auto options = unpack.options();
-    const auto output = unpack.tensor(), logsumexp = unpack.tensor(), residual = unpack.tensor();
+    const auto query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+    const auto options = arguments.options();
+    const auto output = arguments.tensor(), logsumexp = arguments.tensor();
+    const auto residual = arguments.tensor();
     auto [grad_query, grad_key, grad_value, grad_bias, grad_sinks] =
         attention_backward(given(grads[0]), given(grads[1]), query, key, value, options, output,
                            logsumexp, residual, wanted);
@@ -70,18 +66,14 @@ Tensor3 attention_autograd(TensorArg query, TensorArg key, TensorArg value,
   return {std::move(output), std::move(logsumexp), std::move(residual)};
 }
 
-class AttentionDoubleBackward final : public AttentionNode {
- public:
-  std::string name() const override { return "AttentionDoubleBackward"; }
+struct AttentionDoubleBackward final : AttentionNode<AttentionDoubleBackward, 7> {
+  static constexpr const char* kName = "AttentionDoubleBackward";
 
- protected:
-  variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto wanted = wanted_outputs<7>();
-    SavedArguments::Unpacked unpack(saved, this);
-    const auto grad_output = unpack.optional(), grad_logsumexp = unpack.optional();
-    const auto query = unpack.tensor(), key = unpack.tensor(), value = unpack.tensor();
-    const auto options = unpack.options();
+  static variable_list formula(const variable_list& grads, Arguments arguments,
+                               const Wanted& wanted, bool) {
+    const auto grad_output = arguments.optional(), grad_logsumexp = arguments.optional();
+    const auto query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+    const auto options = arguments.options();
     const auto result = composite::attention_double_backward(
         {grads[0], grads[1], grads[2], grads[3], grads[4]}, grad_output, grad_logsumexp, query, key,
         value, options, wanted);

@@ -14,28 +14,16 @@ namespace {
 using torch::autograd::collect_next_edges;
 using torch::autograd::compute_requires_grad;
 using torch::autograd::set_history;
-using torch::autograd::variable_list;
 
-class AttentionWeightsBackward final : public AttentionNode {
- public:
-  bool average_heads = false;
+struct AttentionWeightsBackward final : AttentionNode<AttentionWeightsBackward, 4> {
+  static constexpr const char* kName = "AttentionWeightsBackward";
 
-  std::string name() const override { return "AttentionWeightsBackward"; }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    AttentionNode::compiled_args(args);
-    args.collect(average_heads);
-  }
-
- protected:
-  variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto wanted = wanted_outputs<4>();
+  static variable_list formula(const variable_list& grads, Arguments arguments,
+                               const Wanted& wanted, bool average_heads) {
     if (!grads[0].defined()) return variable_list(4);
-    SavedArguments::Unpacked unpack(saved, this);
-    const auto query = unpack.tensor(), key = unpack.tensor();
-    const auto options = unpack.options();
-    const auto logsumexp = unpack.tensor(), residual = unpack.tensor();
+    const auto query = arguments.tensor(), key = arguments.tensor();
+    const auto options = arguments.options();
+    const auto logsumexp = arguments.tensor(), residual = arguments.tensor();
     auto [grad_query, grad_key, grad_bias, grad_logsumexp] = attention_weights_backward(
         grads[0], query, key, options, logsumexp, residual, average_heads, wanted);
     return {grad_query, grad_key, grad_bias, grad_logsumexp};
@@ -74,25 +62,15 @@ at::Tensor attention_weights_autograd(TensorArg query, TensorArg key,
   return weights;
 }
 
-class AttentionWeightsDoubleBackward final : public AttentionNode {
- public:
-  bool average_heads = false;
+struct AttentionWeightsDoubleBackward final : AttentionNode<AttentionWeightsDoubleBackward, 5> {
+  static constexpr const char* kName = "AttentionWeightsDoubleBackward";
 
-  std::string name() const override { return "AttentionWeightsDoubleBackward"; }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    AttentionNode::compiled_args(args);
-    args.collect(average_heads);
-  }
-
- protected:
-  variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto wanted = wanted_outputs<5>();
-    SavedArguments::Unpacked unpack(saved, this);
-    const auto grad_weights = unpack.tensor(), query = unpack.tensor(), key = unpack.tensor();
-    const auto options = unpack.options();
-    const auto logsumexp = unpack.tensor(), residual = unpack.tensor();
+  static variable_list formula(const variable_list& grads, Arguments arguments,
+                               const Wanted& wanted, bool average_heads) {
+    const auto grad_weights = arguments.tensor();
+    const auto query = arguments.tensor(), key = arguments.tensor();
+    const auto options = arguments.options();
+    const auto logsumexp = arguments.tensor(), residual = arguments.tensor();
     const auto result = composite::attention_weights_double_backward(
         {grads[0], grads[1], grads[2], grads[3]}, grad_weights, query, key, options, logsumexp,
         residual, average_heads, wanted);

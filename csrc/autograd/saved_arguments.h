@@ -1,8 +1,10 @@
-// The tensors and options of one call as an autograd node keeps them: only what was given is saved
-// (each saved variable runs the user's pack hooks), the dropout state only when there is dropout.
+// The tensors and options of one call as an autograd node keeps them, and the node itself: what our
+// four nodes do alike. Only what was given is saved (each saved variable runs the user's pack
+// hooks), the dropout state only when there is dropout.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
@@ -12,9 +14,32 @@
 
 namespace attention_ext {
 
+using torch::autograd::variable_list;
+
+// The arguments of a call, given back in the order in which they were kept.
+class Arguments {
+ public:
+  Arguments(std::vector<std::optional<at::Tensor>> tensors, AttentionOptions scalars)
+      : tensors_(std::move(tensors)), scalars_(std::move(scalars)) {}
+
+  std::optional<at::Tensor> optional() { return std::move(tensors_[next_++]); }
+
+  at::Tensor tensor() { return *optional(); }
+
+  AttentionOptions options() {
+    AttentionOptions options = std::move(scalars_);
+    for_each_tensor(options, [&](std::optional<at::Tensor>& tensor) { tensor = optional(); });
+    return options;
+  }
+
+ private:
+  std::vector<std::optional<at::Tensor>> tensors_;
+  AttentionOptions scalars_;
+  size_t next_ = 0;
+};
+
 class SavedArguments {
  public:
-  // Tensors come back from `Unpacked` in the order in which they were kept.
   void keep(const std::optional<at::Tensor>& tensor, bool is_output = false) {
     const bool given = tensor.has_value() && tensor->defined();
     slots_.push_back(!given ? kAbsent : is_output ? kOutput : kInput);
@@ -29,14 +54,24 @@ class SavedArguments {
     });
   }
 
-  void reserve(size_t tensors) {
-    variables_.reserve(tensors);
-    slots_.reserve(tensors + kOptionTensors);
-  }
+  void reserve(size_t tensors) { variables_.reserve(tensors); }
 
   void release() {
     for (auto& variable : variables_) variable.reset_data();
   }
+
+  std::vector<std::optional<at::Tensor>> unpack(torch::autograd::Node* node) const {
+    std::vector<std::optional<at::Tensor>> tensors(slots_.size());
+    size_t variable = 0;
+    for (size_t n = 0; n < slots_.size(); ++n) {
+      if (slots_[n] == kAbsent) continue;
+      const auto& saved = variables_[variable++];
+      tensors[n] = slots_[n] == kOutput ? saved.unpack(node->getptr()) : saved.unpack();
+    }
+    return tensors;
+  }
+
+  const AttentionOptions& scalars() const { return scalars_; }
 
   void collect(torch::dynamo::autograd::CompiledNodeArgs& args) const {
     size_t variable = 0;
@@ -53,60 +88,39 @@ class SavedArguments {
     args.collect(scalars_.dropout_p);
   }
 
-  void before(torch::dynamo::autograd::SwapSavedVariables& saved) {
-    for (auto& variable : variables_) saved.before(variable);
-    saved.before(scalars_.query_offset);
-    saved.before(scalars_.window_left);
-    saved.before(scalars_.window_right);
+  void before(torch::dynamo::autograd::SwapSavedVariables& swap) {
+    for (auto& variable : variables_) swap.before(variable);
+    swap.before(scalars_.query_offset);
+    swap.before(scalars_.window_left);
+    swap.before(scalars_.window_right);
   }
 
-  void after(torch::dynamo::autograd::SwapSavedVariables& saved) {
-    for (auto& variable : variables_) saved.after(variable);
-    saved.after(scalars_.query_offset);
-    saved.after(scalars_.window_left);
-    saved.after(scalars_.window_right);
+  void after(torch::dynamo::autograd::SwapSavedVariables& swap) {
+    for (auto& variable : variables_) swap.after(variable);
+    swap.after(scalars_.query_offset);
+    swap.after(scalars_.window_left);
+    swap.after(scalars_.window_right);
   }
-
-  class Unpacked {
-   public:
-    Unpacked(const SavedArguments& saved, torch::autograd::Node* node)
-        : saved_(saved), node_(node) {}
-
-    std::optional<at::Tensor> optional() {
-      const char slot = saved_.slots_[slot_++];
-      if (slot == kAbsent) return std::nullopt;
-      const auto& variable = saved_.variables_[variable_++];
-      return slot == kOutput ? variable.unpack(node_->getptr()) : variable.unpack();
-    }
-
-    at::Tensor tensor() { return *optional(); }
-
-    AttentionOptions options() {
-      AttentionOptions options = saved_.scalars_;
-      for_each_tensor(options, [&](std::optional<at::Tensor>& tensor) { tensor = optional(); });
-      return options;
-    }
-
-   private:
-    const SavedArguments& saved_;
-    torch::autograd::Node* node_;
-    size_t slot_ = 0, variable_ = 0;
-  };
 
  private:
   enum Slot : char { kAbsent, kInput, kOutput };
 
   std::vector<torch::autograd::SavedVariable> variables_;
-  c10::SmallVector<char, 16> slots_;
+  c10::SmallVector<char, 20> slots_;
   AttentionOptions scalars_;
 };
 
-// What all our nodes do alike; each adds its name and apply.
+// A node whose backward is Self::formula, a pure function of the incoming gradients and the saved
+// arguments: compiled autograd puts a call of that very function into its graph.
+template <typename Self, size_t kInputs>
 class AttentionNode : public torch::autograd::Node {
  public:
-  using Node::Node;
+  using Wanted = std::array<bool, kInputs>;
 
   SavedArguments saved;
+  bool average_heads = false;
+
+  std::string name() const override { return Self::kName; }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -115,23 +129,88 @@ class AttentionNode : public torch::autograd::Node {
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     saved.collect(args);
+    args.collect(average_heads);
   }
 
-  torch::autograd::variable_list apply_with_saved(
-      const torch::autograd::variable_list& inputs,
-      torch::dynamo::autograd::SwapSavedVariables& swap) override {
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    namespace compiled = torch::dynamo::autograd;
+    const auto& interface = compiled::getPyCompilerInterface();
+    static const bool bound = [&] {
+      interface->bind_function(swap.get_py_compiler(), Self::kName, call_packed, packed_types());
+      return true;
+    }();
+    static_cast<void>(bound);
     saved.before(swap);
-    auto result = apply(torch::autograd::variable_list(inputs));
+    compiled::PackedArgs packed;
+    pack(packed, wanted(), average_heads, saved.unpack(this), saved.scalars());
+    const auto metadata =
+        compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+            compiled::get_input_metadata(next_edges()));
+    auto result = interface->call_function(swap.get_py_compiler(), "apply_functional", Self::kName,
+                                           grads, packed.vec(), metadata);
     saved.after(swap);
     return result;
   }
 
  protected:
-  template <size_t N>
-  std::array<bool, N> wanted_outputs() const {
-    std::array<bool, N> wanted;
-    for (size_t n = 0; n < N; ++n) wanted[n] = task_should_compute_output(n);
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return Self::formula(grads, Arguments(saved.unpack(this), saved.scalars()), wanted(),
+                         average_heads);
+  }
+
+ private:
+  using TensorList = std::vector<std::optional<at::Tensor>>;
+  using Offset = std::optional<c10::SymInt>;
+
+  Wanted wanted() const {
+    Wanted wanted;
+    for (size_t n = 0; n < kInputs; ++n) wanted[n] = this->task_should_compute_output(n);
     return wanted;
+  }
+
+  // The three functions below keep to one order.
+  static void pack(torch::dynamo::autograd::PackedArgs& packed, const Wanted& wanted,
+                   bool average_heads, const TensorList& tensors, const AttentionOptions& scalars) {
+    packed.pack(wanted);
+    packed.pack(average_heads);
+    packed.pack(tensors);
+    packed.pack(scalars.query_offset);
+    packed.pack(scalars.window_left);
+    packed.pack(scalars.window_right);
+    packed.pack(scalars.is_causal);
+    packed.pack(scalars.scale);
+    packed.pack(scalars.softcap);
+    packed.pack(scalars.dropout_p);
+  }
+
+  static variable_list call_packed(const variable_list& grads,
+                                   const std::vector<c10::IValue>& values) {
+    torch::dynamo::autograd::PackedArgs packed(values);
+    const auto wanted = packed.unpack<Wanted>();
+    const auto average_heads = packed.unpack<bool>();
+    auto tensors = packed.unpack<TensorList>();
+    AttentionOptions scalars;
+    scalars.query_offset = packed.unpack<c10::SymInt>();
+    scalars.window_left = packed.unpack<Offset>();
+    scalars.window_right = packed.unpack<Offset>();
+    scalars.is_causal = packed.unpack<bool>();
+    scalars.scale = packed.unpack<std::optional<double>>();
+    scalars.softcap = packed.unpack<double>();
+    scalars.dropout_p = packed.unpack<double>();
+    return Self::formula(grads, Arguments(std::move(tensors), std::move(scalars)), wanted,
+                         average_heads);
+  }
+
+  template <typename... T>
+  static std::vector<at::TypePtr> types_of() {
+    return {torch::dynamo::autograd::IValuePacker<T>::packed_type()...};
+  }
+
+  static std::vector<at::TypePtr> packed_types() {
+    return types_of<Wanted, bool, TensorList, c10::SymInt, Offset, Offset, bool,
+                    std::optional<double>, double, double>();
   }
 };
 
