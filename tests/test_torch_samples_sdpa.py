@@ -62,7 +62,7 @@ def test_samples_of_torch_give_torchs_results(dtype: torch.dtype) -> None:
     A sample is a few dozen numbers up to 9 and its softmax nearly one-hot, so that plain attention
     may happen to be exact; over all samples together the tolerance rule's factors hold.
     """
-    limit = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 0.3}.get(dtype, 0.03)
+    limit = {torch.float64: 1e-11, torch.float32: 1e-3, torch.bfloat16: 0.3}.get(dtype, 0.03)
     squares: dict[int, Tensor] = {}
     for n, sample in enumerate(_samples(dtype)):
         exact = sample.transform(
