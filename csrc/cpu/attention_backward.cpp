@@ -23,6 +23,10 @@ class SharedState {
       added_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(blocks));
       state_.added = added_.get();
     }
+    if (kernels::bias_with_keys(p)) {
+      bias_added_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(kernels::bias_turns(p)));
+      state_.bias_added = bias_added_.get();
+    }
     if (sums && kernels::backward_ranges(p) > 1) {
       heads_ = p.problems * p.heads;
       double_precision_ = p.type == kernels::ScalarType::kFloat64;
@@ -45,21 +49,24 @@ class SharedState {
 
  private:
   kernels::BackwardState state_;
-  std::unique_ptr<std::atomic<int32_t>[]> added_, remaining_;
+  std::unique_ptr<std::atomic<int32_t>[]> added_, remaining_, bias_added_;
   std::unique_ptr<std::atomic<void*>[]> sums_;
   int64_t heads_ = 0;
   bool double_precision_ = false;
 };
 
 // The bias gradient is summed in the accumulation type, in the bias's own shape.
-void prepare_bias_grad(kernels::BackwardParams& p, const at::Tensor& bias, const at::Tensor& grad,
-                       const CallShape& shape, ParamsStorage& storage) {
+at::Tensor prepare_bias_grad(kernels::BackwardParams& p, const at::Tensor& bias,
+                             const CallShape& shape, const at::TensorOptions& exact,
+                             ParamsStorage& storage) {
+  at::Tensor grad = at::zeros(bias.sizes(), exact);
   p.grad_bias = make_view(grad, shape.batch_sizes, storage);
   // Every element has a place: dimensions of size 1 are told by bias_size.
   p.bias_size[0] = bias.dim() > 3 ? c10::multiply_integers(bias.sizes().slice(0, bias.dim() - 3)) : 1;
   p.bias_size[1] = bias.dim() > 2 ? bias.size(-3) : 1;
   p.bias_size[2] = bias.size(-2);
   p.bias_size[3] = bias.size(-1);
+  return grad;
 }
 
 void run_keys(kernels::BackwardParams& p, const CallShape& shape, bool count) {
@@ -75,6 +82,7 @@ void run_keys(kernels::BackwardParams& p, const CallShape& shape, bool count) {
 }
 
 void run_bias(const kernels::BackwardParams& p, const CallShape& shape) {
+  if (kernels::bias_with_keys(p)) return;  // done on the way
   const kernels::CpuKernels& tier = active_kernels();
   run_items(tier.bias_gradient_items(p), tier.bias_gradient_scratch(p), work_of(p, shape, 2),
             [&](kernels::WorkQueue& queue, void* memory) { tier.bias_gradient(p, queue, memory); });
@@ -129,13 +137,11 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
       std::memset(grad_value.data_ptr(), 0, grad_value.nbytes());
     }
   }
+  if (wanted[3]) grad_bias = prepare_bias_grad(p, *options.attn_bias, shape, exact, storage);
   if (wanted[0] || wanted[1] || p.grad_value.defined()) run_keys(p, shape, /*count=*/true);
   if (wanted[3]) {
-    const at::Tensor& bias = *options.attn_bias;
-    grad_bias = at::empty(bias.sizes(), exact);
-    prepare_bias_grad(p, bias, grad_bias, shape, storage);
     run_bias(p, shape);
-    grad_bias = grad_bias.to(bias.scalar_type());
+    grad_bias = grad_bias.to(options.attn_bias->scalar_type());
   }
   if (wanted[4]) {
     grad_sinks = at::empty(options.sinks->sizes(), exact);
@@ -178,13 +184,11 @@ Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Ten
     grad_statistics = at::empty(logsumexp.sizes(), exact);
     p.grad_statistics = make_row_view(grad_statistics, shape.batch_sizes, storage);
   }
+  if (wanted[2]) grad_bias = prepare_bias_grad(p, *options.attn_bias, shape, exact, storage);
   if (wanted[0] || wanted[1] || wanted[3]) run_keys(p, shape, /*count=*/false);
   if (wanted[2]) {
-    const at::Tensor& bias = *options.attn_bias;
-    grad_bias = at::empty(bias.sizes(), exact);
-    prepare_bias_grad(p, bias, grad_bias, shape, storage);
     run_bias(p, shape);
-    grad_bias = grad_bias.to(bias.scalar_type());
+    grad_bias = grad_bias.to(options.attn_bias->scalar_type());
   }
   return {std::move(grad_query), std::move(grad_key), std::move(grad_bias),
           std::move(grad_statistics)};

@@ -44,7 +44,7 @@ struct Backward {
   T *key, *value;             // the key block [row][padded]
   T *key_grad, *value_grad;   // sums of the range
   T *query_grad, *statistic;  // of (range, query block)
-  bool want_query, want_key, want_value, want_statistic, want_scores;
+  bool want_query, want_key, want_value, want_statistic, want_scores, want_bias;
 
   AE_INLINE Backward(const BackwardParams& params, Arena& arena)
       : p(params),
@@ -55,6 +55,7 @@ struct Backward {
     want_key = p.grad_key.defined();
     want_value = p.grad_value.defined();
     want_statistic = p.grad_statistics.defined();
+    want_bias = bias_with_keys(p);
     want_scores = want_query || want_key || want_statistic;
     gradient.allocate(arena, p);
     packed.allocate(arena, p);
@@ -97,7 +98,11 @@ struct Backward {
         const Turn t = turn(problem, i0, nq, size);
         if (t.first == t.end && r == 0) clear_rows(problem, h, i0, nq);
         if (r < t.first || r >= t.end) continue;
+        if (want_bias && !wait_for(bias_turn(state, problem, h, b, r), bias_place(problem, h), queue)) {
+          return;
+        }
         query_rows(problem, h, i0, nq, {k_begin, k_end}, visited);
+        if (want_bias) pass_on(bias_turn(state, problem, h, b, r), bias_place(problem, h));
         if (!add_in_turn(state, queue, problem, h, i0, nq, b, r - t.first, t.end - t.first)) return;
       }
     }
@@ -132,6 +137,10 @@ struct Backward {
       gradient.compute(p, problem, h, packed, {key, e_padded}, {value, ev_padded}, want_scores,
                        /*with_cap=*/true, want_statistic ? statistic : nullptr);
       products(j0 - k_begin, tile.mixed && !(finite_queries && finite_keys));
+      if (want_bias) {
+        transpose_add<T>(gradient.scores_grad, kBlock, nq, tile.nk,
+                         Rows(p.grad_bias, problem.batch, h, i0, j0));
+      }
     }
   }
 
@@ -197,7 +206,40 @@ struct Backward {
     });
   }
 
-  // ---- dQ and the gradient of logsumexp, in the order of the ranges ----
+  // ---- sums that several items share, taken in turn ----
+
+  // False if another thread has failed, so that the turn may never come.
+  static bool wait_for(const std::atomic<int32_t>& turn, int64_t place, const WorkQueue& queue) {
+    for (int spins = 0; turn.load(std::memory_order_acquire) < place;) {
+      if (queue.failed.load(std::memory_order_relaxed)) return false;
+      if (++spins < 2000) {
+#if defined(__SSE2__)
+        _mm_pause();
+#endif
+      } else {
+        sched_yield();
+      }
+    }
+    return true;
+  }
+  AE_INLINE static void pass_on(std::atomic<int32_t>& turn, int64_t place) {
+    turn.store(static_cast<int32_t>(place + 1), std::memory_order_release);
+  }
+
+  // The bias gradient: batch elements and heads that share a tile of it add in their order.
+  AE_INLINE std::atomic<int32_t>& bias_turn(BackwardState& state, const Problem& problem, int64_t h,
+                                            int64_t block, int64_t r) const {
+    const int64_t b_bias = p.bias_size[0] == 1 ? 0 : problem.index;
+    const int64_t h_bias = p.bias_size[1] == 1 ? 0 : h;
+    const int64_t blocks = blocks_of(p.q_length, query_block(p.q_length));
+    return state.bias_added[((b_bias * p.bias_size[1] + h_bias) * blocks + block) * backward_ranges(p) + r];
+  }
+  AE_INLINE int64_t bias_place(const Problem& problem, int64_t h) const {
+    const int64_t before = p.bias_size[0] == 1 ? problem.index : 0;
+    return p.bias_size[1] == 1 ? before * p.heads + h : before;
+  }
+
+  // dQ and the gradient of logsumexp: the ranges of a head add in their order.
 
   AE_INLINE bool direct() const {  // the gradient has the accumulation type itself
     return p.type == ScalarType::kFloat64 || p.type == ScalarType::kFloat32;
@@ -234,18 +276,7 @@ struct Backward {
                          blocks_of(problem.q_length, query_block(problem.q_length));
     std::atomic<int32_t>* const added =
         state.added != nullptr ? &state.added[blocks_before + block] : nullptr;
-    if (place > 0) {
-      for (int spins = 0; added->load(std::memory_order_acquire) < place;) {
-        if (queue.failed.load(std::memory_order_relaxed)) return false;
-        if (++spins < 2000) {
-#if defined(__SSE2__)
-          _mm_pause();
-#endif
-        } else {
-          sched_yield();
-        }
-      }
-    }
+    if (place > 0 && !wait_for(*added, place, queue)) return false;
     const bool last = place + 1 == places;
     if (want_query) {
       const Rows out(p.grad_query, problem.batch, h, problem.q_begin + i0, 0);
@@ -273,7 +304,7 @@ struct Backward {
         *at = place > 0 ? *at + statistic[x] : statistic[x];
       }
     }
-    if (added != nullptr) added->store(static_cast<int32_t>(place + 1), std::memory_order_release);
+    if (added != nullptr) pass_on(*added, place);
     return true;
   }
 

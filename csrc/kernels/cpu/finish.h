@@ -78,6 +78,15 @@ struct SplitResult {
 };
 
 template <class T>
+AE_INLINE void save_statistics(int64_t nq, const Partial<T>& part, const SplitResult<T>& to) {
+  for (int64_t x = 0; x < nq; ++x) {
+    to.maximum[x] = part.maximum[x];
+    to.sum[x] = part.sum[x];
+    to.seen[x] = part.seen[x];
+  }
+}
+
+template <class T>
 void save_split(const AttentionParams& p, int64_t nq, const Partial<T>& part,
                 const SplitResult<T>& to) {
   View rows;
@@ -86,11 +95,7 @@ void save_split(const AttentionParams& p, int64_t nq, const Partial<T>& part,
   rows.stride[2] = p.v_size;
   rows.stride[3] = 1;
   transpose_out<T>(part.output, kBlock, nullptr, nq, p.v_size, Rows(rows, 0, 0, 0, 0));
-  for (int64_t x = 0; x < nq; ++x) {
-    to.maximum[x] = part.maximum[x];
-    to.sum[x] = part.sum[x];
-    to.seen[x] = part.seen[x];
-  }
+  save_statistics(nq, part, to);
 }
 
 // Second phase of a split head: its results joined in the order of the keys. `part` lends its row statistics.

@@ -12,38 +12,16 @@
 // again with every hidden pair left out of the sums (`careful`).
 #pragma once
 
-#include "kernels/cpu/tile.h"
+#include "kernels/cpu/online_softmax.h"
 
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
-
-// What is known of a query block after some of its keys: O^T unnormalised, row maximum, row sum, and whether a key was visible.
-template <class T>
-struct Partial {
-  T* output;  // [Ev][kBlock]
-  T* maximum;
-  T* sum;
-  uint8_t* seen;
-
-  AE_INLINE void allocate(Arena& arena, const AttentionParams& p) {
-    output = arena.take<T>(p.v_size * kBlock);
-    maximum = arena.take<T>(kBlock);
-    sum = arena.take<T>(kBlock);
-    seen = arena.take<uint8_t>(kBlock);
-  }
-  AE_INLINE void clear(int64_t v_size) const {
-    __builtin_memset(output, 0, v_size * kBlock * sizeof(T));
-    __builtin_memset(sum, 0, kBlock * sizeof(T));
-    __builtin_memset(seen, 0, kBlock);
-    for (int64_t x = 0; x < kBlock; ++x) maximum[x] = -kInfinity<T>;
-  }
-};
 
 template <class T>
 struct Forward {
   const AttentionParams& p;
   Tile<T> tile;
-  Partial<T> part;
+  Partial<T> part;  // output O^T [Ev][kBlock]
   T* query;   // Q^T [E][kBlock]
   T* scores;  // S^T, then P^T [key][kBlock]
   T* scale;   // [kBlock], what the sums of older keys shrink by
@@ -55,7 +33,7 @@ struct Forward {
 
   AE_INLINE Forward(const AttentionParams& params, Arena& arena) : p(params) {
     tile.allocate(arena, p);
-    part.allocate(arena, p);
+    part.allocate(arena, p.v_size * kBlock);
     query = arena.take<T>(p.qk_size * kBlock);
     scores = arena.take<T>(kBlock * kBlock);
     scale = arena.take<T>(kBlock);
@@ -72,50 +50,6 @@ struct Forward {
     const int64_t stride = round_up(size, W);
     copy_in<T>(source, tile.nk, size, rows, stride);
     return {rows, stride};
-  }
-
-  // Running maximum and sum of a strip; scores become probabilities.
-  template <int NV>
-  AE_INLINE void softmax(int64_t x, KeyRange keys) {
-    AE_UNROLL for (int v = 0; v < NV; ++v) {
-      T* const s = scores + x + v * W;
-      const Vec<T> before = load(part.maximum + x + v * W);
-      Vec<T> even = before, odd = before;
-      int64_t y = keys.begin;
-      for (; y + 2 <= keys.end; y += 2) {
-        even = max(even, load(s + y * kBlock));
-        odd = max(odd, load(s + (y + 1) * kBlock));
-      }
-      if (y < keys.end) even = max(even, load(s + y * kBlock));
-      const Vec<T> most = max(even, odd);
-      // A row that has seen nothing finite yet keeps a maximum of -inf; its scores must not become NaN.
-      const Vec<T> base = select(equal(most, broadcast(-kInfinity<T>)), Vec<T>{}, most);
-      Vec<T> sum_even{}, sum_odd{};
-      for (y = keys.begin; y + 2 <= keys.end; y += 2) {
-        const Vec<T> a = exp_vector<T>(load(s + y * kBlock) - base);
-        const Vec<T> b = exp_vector<T>(load(s + (y + 1) * kBlock) - base);
-        store(s + y * kBlock, a);
-        store(s + (y + 1) * kBlock, b);
-        sum_even += a;
-        sum_odd += b;
-      }
-      if (y < keys.end) {
-        const Vec<T> a = exp_vector<T>(load(s + y * kBlock) - base);
-        store(s + y * kBlock, a);
-        sum_even += a;
-      }
-      const Vec<T> shrink = exp_vector<T>(before - base);
-      store(scale + x + v * W, shrink);
-      store(part.maximum + x + v * W, most);
-      store(part.sum + x + v * W, fma(load(part.sum + x + v * W), shrink, sum_even + sum_odd));
-    }
-  }
-
-  template <int NV>
-  AE_INLINE void drop(int64_t x, KeyRange keys) {
-    for_scores<T, NV>(scores + x, kBlock, keys, [&](Vec<T> value, int64_t y, int64_t lane) {
-      return select(mask_from_bytes<T>(keep + y * kBlock + x + lane), value, Vec<T>{});
-    });
   }
 
   // O^T += V^T P with hidden pairs left out: for values that are not finite.
@@ -167,7 +101,7 @@ struct Forward {
   // All key blocks of [keys.begin, keys.end) for the query block in `tile`. Returns whether a mixed block was met.
   bool run(const Problem& problem, int64_t h, KeyRange keys, bool careful, int64_t& visited) {
     bool met_mixed = false;
-    part.clear(p.v_size);
+    part.clear(p.v_size * kBlock);
     const int64_t step = key_block(problem.k_length);
     const KeyRange hull = p.windowed()
                               ? window_hull(p, problem, tile.i0, tile.i0 + tile.nq - 1)
@@ -186,22 +120,10 @@ struct Forward {
     return met_mixed;
   }
 
-  AE_INLINE void note_seen() {
-    if (!tile.mixed) {
-      __builtin_memset(part.seen, 1, kBlock);
-      return;
-    }
-    for (int64_t x = 0; x < tile.lanes; x += 16) {
-      Bytes16 seen = load_bytes(part.seen + x);
-      for (int64_t y = 0; y < tile.nk; ++y) seen |= load_bytes(tile.visible + y * kBlock + x);
-      __builtin_memcpy(part.seen + x, &seen, 16);
-    }
-  }
-
   void block(const Problem& problem, int64_t h, bool careful) {
     const bool adjust = needs_adjusting(p, tile);
     const int vectors = static_cast<int>(tile.lanes / W);
-    note_seen();
+    note_seen(tile, part);
     if (p.dropout.threshold != 0) {
       keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
     }
@@ -230,8 +152,8 @@ struct Forward {
         key.data + keys.begin * key.stride, key.stride, query + x, kBlock,
         scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr, Band{});
     if (adjust) adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);
-    softmax<NV>(x, keys);
-    if (p.dropout.threshold != 0) drop<NV>(x, keys);
+    softmax_strip<T, NV>(scores, scale, part, x, keys);
+    if (p.dropout.threshold != 0) drop_strip<T, NV>(scores, keep, x, keys);
   }
 
   template <int NV>

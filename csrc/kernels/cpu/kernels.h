@@ -10,6 +10,7 @@ namespace attention_ext::kernels {
 // the gradient itself has 16 bits.
 struct BackwardState {
   std::atomic<int32_t>* added = nullptr;      // per query block of every head: ranges added so far
+  std::atomic<int32_t>* bias_added = nullptr;  // bias_turns(): (batch, head) pairs added so far
   std::atomic<void*>* sums = nullptr;         // per (problem, head)
   std::atomic<int32_t>* remaining = nullptr;  // per (problem, head): ranges not finished
 };
@@ -25,7 +26,7 @@ struct CpuKernels {
 
   // delta = rowsum(dO * O) - dlse. Items: query blocks.
   void (*backward_delta)(const BackwardParams&, WorkQueue&);
-  // dQ, dK, dV. Items: (problem, key/value head, key range), in this order.
+  // dQ, dK, dV, and the bias gradient if bias_with_keys(). Items: (problem, key/value head, key range), in this order.
   int64_t (*backward_items)(const BackwardParams&);
   int64_t (*backward_scratch)(const BackwardParams&);
   void (*backward)(const BackwardParams&, BackwardState&, WorkQueue&, void* scratch);

@@ -169,6 +169,28 @@ void transpose_out(const T* in, int64_t ldi, const T* scale, int64_t n, int64_t 
   }
 }
 
+// out rows[i][j] += in[j][i].
+template <class T>
+void transpose_add(const T* in, int64_t ldi, int64_t n, int64_t columns, const Rows& out) {
+  constexpr int W = kLanes<T>;
+  for (int64_t i0 = 0; i0 < n; i0 += W) {
+    for (int64_t j0 = 0; j0 < columns; j0 += W) {
+      Vec<T> square[W];
+      AE_UNROLL for (int j = 0; j < W; ++j) {
+        square[j] = j0 + j < columns ? load(in + (j0 + j) * ldi + i0) : Vec<T>{};
+      }
+      transpose_square<T>(square);
+      const int64_t rest = columns - j0;
+      AE_UNROLL for (int i = 0; i < W; ++i) {
+        if (i0 + i >= n) continue;
+        char* const at = out.at(i0 + i, j0);
+        store_piece<T>(at, out.type, out.column_stride, rest,
+                       square[i] + load_piece<T>(at, out.type, out.column_stride, rest));
+      }
+    }
+  }
+}
+
 // out[i][j] = rows[i][j], columns padded with zeros up to ldo (a multiple of the vector).
 template <class T>
 void copy_in(const Rows& rows, int64_t n, int64_t columns, T* out, int64_t ldo) {

@@ -30,6 +30,12 @@ AE_INLINE int64_t key_block(int64_t length) { return even_block(length, 8); }
 constexpr int64_t kSplitRows = 64;
 constexpr int64_t kSplitKeys = 1024;
 
+// Rows up to which a head's queries are so few that head sizes, not queries, fill the lanes (cpu/decode.h).
+constexpr int64_t kDecodeRows = 4;
+
+AE_INLINE bool decoding(const AttentionParams& p) {
+  return !p.packed() && p.q_length <= kDecodeRows;
+}
 AE_INLINE int64_t forward_splits(const AttentionParams& p) {
   if (p.packed() || p.q_length > kSplitRows || p.k_length <= kSplitKeys) return 1;
   return blocks_of(p.k_length, kSplitKeys);
@@ -58,6 +64,20 @@ AE_INLINE int64_t backward_range(const AttentionParams& p, int64_t k_length) {
 }
 AE_INLINE int64_t backward_ranges(const AttentionParams& p) {
   return larger(1, blocks_of(blocks_of(p.k_length, kBlock), backward_range_blocks(p)));
+}
+
+// Whether the pass over the keys adds the bias gradient on its way, in the order of batch and heads: it has dS at hand, which a pass over
+// the bias would have to compute again. Not where the bias broadcasts over rows or keys (the sum over them is small work for that
+// pass), where softcap's slope is already in dS, or where a window leaves out parts of the order.
+AE_INLINE bool bias_with_keys(const BackwardParams& p) {
+  return p.grad_bias.defined() && !p.windowed() && p.softcap == 0 &&
+         (p.grad_query.defined() || p.grad_key.defined()) && p.grad_bias.batch_offsets == nullptr &&
+         (p.bias_size[0] == 1 || p.bias_size[0] == p.problems) && p.bias_size[2] == p.q_length &&
+         p.bias_size[3] == p.k_length;
+}
+AE_INLINE int64_t bias_turns(const BackwardParams& p) {
+  return p.bias_size[0] * p.bias_size[1] * blocks_of(p.q_length, query_block(p.q_length)) *
+         backward_ranges(p);
 }
 
 // The query blocks of all problems, those of a head together: which one is `item`?

@@ -1,5 +1,5 @@
 // Entry points of the forward kernels of one tier. Compiled once per tier.
-#include "kernels/cpu/finish.h"
+#include "kernels/cpu/decode.h"
 #include "kernels/cpu/tiers/entries.h"
 
 namespace attention_ext::kernels {
@@ -9,16 +9,39 @@ namespace {
 
 template <class T>
 int64_t scratch(const AttentionParams& p) {
-  Arena arena{nullptr};
-  Forward<T> measure(p, arena);
-  return arena.used;
+  Arena long_queries{nullptr}, short_queries{nullptr};
+  Forward<T> forward(p, long_queries);
+  if (decoding(p)) Decode<T> decode(p, short_queries);
+  return larger(long_queries.used, short_queries.used);
+}
+
+AE_INLINE KeyRange split_keys(const AttentionParams& p, const Problem& problem, int64_t split) {
+  if (forward_splits(p) == 1) return {0, problem.k_length};
+  const int64_t keys = forward_split_keys(p);
+  return {smaller(problem.k_length, split * keys), smaller(problem.k_length, (split + 1) * keys)};
+}
+
+// Short queries: items are (problem, key/value head, split).
+template <class T>
+void decode(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {
+  Arena arena{static_cast<char*>(memory)};
+  Decode<T> kernel(p, arena);
+  const int64_t splits = forward_splits(p);
+  int64_t visited = 0;
+  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
+    const Problem problem = p.problem(item / (splits * p.kv_heads));
+    const int64_t g = item / splits % p.kv_heads, split = item % splits;
+    kernel.run(problem, g, split_keys(p, problem, split), visited);
+    kernel.finish_group(problem, g, partials, split);
+  }
+  if (p.visited != nullptr) p.visited->fetch_add(visited);
 }
 
 template <class T>
 void run(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {
   Arena arena{static_cast<char*>(memory)};
   Forward<T> forward(p, arena);
-  const int64_t splits = forward_splits(p), split_keys = forward_split_keys(p);
+  const int64_t splits = forward_splits(p);
   int64_t visited = 0;
   for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
     const BlockIndex at = block_index(p, item / splits);
@@ -28,9 +51,7 @@ void run(const AttentionParams& p, void* partials, WorkQueue& queue, void* memor
     const int64_t i0 = (blocks_of(problem.q_length, rows) - 1 - at.block) * rows;
     const int64_t nq = smaller(rows, problem.q_length - i0);
     const int64_t split = item % splits;
-    const KeyRange keys{split * split_keys, smaller(problem.k_length, (split + 1) * split_keys)};
-    forward.query_rows(problem, at.head, i0, nq, splits == 1 ? KeyRange{0, problem.k_length} : keys,
-                       visited);
+    forward.query_rows(problem, at.head, i0, nq, split_keys(p, problem, split), visited);
     if (splits == 1) {
       finish<T>(p, problem, at.head, i0, nq, forward.part);
     } else {
@@ -53,6 +74,7 @@ void join(const AttentionParams& p, void* partials, WorkQueue& queue, void* memo
 }  // namespace
 
 int64_t forward_items(const AttentionParams& p) {
+  if (decoding(p)) return p.q_length > 0 ? p.problems * p.kv_heads * forward_splits(p) : 0;
   return query_blocks(p) * p.heads * forward_splits(p);
 }
 
@@ -61,8 +83,10 @@ int64_t forward_scratch(const AttentionParams& p) {
 }
 
 void forward(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {
-  if (p.type == ScalarType::kFloat64) return run<double>(p, partials, queue, memory);
-  run<float>(p, partials, queue, memory);
+  const bool is_double = p.type == ScalarType::kFloat64;
+  const auto kernel = decoding(p) ? (is_double ? decode<double> : decode<float>)
+                                  : (is_double ? run<double> : run<float>);
+  kernel(p, partials, queue, memory);
 }
 
 void forward_join(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {

@@ -1,0 +1,186 @@
+// Forward for very short queries (decoding with a key/value cache): bound by reading K and V, so an item takes all heads of a group
+// over one range of keys and reads every key once from memory. Head sizes lie in lanes for the products, so that a single query row
+// wastes nothing; scores then pass through the same tiles, masks and softmax as everywhere.
+#pragma once
+
+#include "kernels/cpu/finish.h"
+
+namespace attention_ext::kernels {
+namespace ATTENTION_EXT_TIER {
+
+template <class T>
+struct Decode {
+  static constexpr int W = kLanes<T>;
+  const AttentionParams& p;
+  const int64_t e_padded, ev_padded;
+  Tile<T> tile;
+  T* query;          // [head of the group][row][e_padded], scaled
+  Partial<T>* part;  // per head of the group; output [row][ev_padded]
+  T *scores, *scale, *key_rows, *value_rows;
+  uint8_t* keep;
+
+  AE_INLINE Decode(const AttentionParams& params, Arena& arena)
+      : p(params),
+        e_padded(round_up(params.qk_size, W)),
+        ev_padded(round_up(params.v_size, W)) {
+    tile.allocate(arena, p);
+    query = arena.take<T>(p.group() * p.q_length * e_padded);
+    part = arena.take<Partial<T>>(p.group());
+    for (int64_t g = 0; g < p.group(); ++g) {
+      Partial<T> one;
+      one.allocate(arena, p.q_length * ev_padded);
+      if (arena.memory != nullptr) part[g] = one;
+    }
+    scores = arena.take<T>(kBlock * kBlock);
+    scale = arena.take<T>(kBlock);
+    key_rows = arena.take<T>(in_lanes(p.key, p.qk_size) ? 0 : kBlock * e_padded);
+    value_rows = arena.take<T>(in_lanes(p.value, p.v_size) ? 0 : kBlock * ev_padded);
+    keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
+  }
+
+  // Rows that whole vectors can be loaded from.
+  AE_INLINE static bool in_lanes(const View& view, int64_t size) {
+    return readable_in_place<T>(view) && size % W == 0;
+  }
+  AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t g, int64_t size,
+                               T* copy) {
+    const Rows source(view, problem.batch, g, problem.k_begin + tile.j0, 0);
+    if (in_lanes(view, size)) return {reinterpret_cast<const T*>(source.data), source.row_stride};
+    copy_in<T>(source, tile.nk, size, copy, round_up(size, W));
+    return {copy, round_up(size, W)};
+  }
+
+  // All heads of group g over `keys`.
+  void run(const Problem& problem, int64_t g, KeyRange keys, int64_t& visited) {
+    const int64_t group = p.group(), rows = p.q_length;
+    tile.i0 = 0;
+    tile.nq = rows;
+    for (int64_t n = 0; n < group; ++n) {
+      part[n].clear(rows * ev_padded);
+      T* const q = query + n * rows * e_padded;
+      copy_in<T>(Rows(p.query, problem.batch, g * group + n, 0, 0), rows, p.qk_size, q, e_padded);
+      for (int64_t k = 0; k < rows * e_padded; k += W) store(q + k, load(q + k) * static_cast<T>(p.scale));
+    }
+    const int64_t step = key_block(problem.k_length);
+    const KeyRange hull = p.windowed() ? window_hull(p, problem, 0, rows - 1)
+                                       : KeyRange{0, problem.k_length};
+    const int64_t first = larger(keys.begin, hull.begin / step * step);
+    for (int64_t j0 = first; j0 < smaller(keys.end, hull.end); j0 += step) {
+      tile.j0 = j0;
+      tile.nk = smaller(step, problem.k_length - j0);
+      Operand<T> key{nullptr, 0}, value{nullptr, 0};
+      for (int64_t n = 0; n < group; ++n) {
+        if (classify<T>(p, problem, g * group + n, tile) == Visibility::kHidden) continue;
+        ++visited;
+        if (key.data == nullptr) {
+          key = operand(p.key, problem, g, p.qk_size, key_rows);
+          value = operand(p.value, problem, g, p.v_size, value_rows);
+        }
+        head(problem, g * group + n, part[n], query + n * rows * e_padded, key, value);
+      }
+    }
+  }
+
+  void head(const Problem& problem, int64_t h, const Partial<T>& one, const T* q,
+            const Operand<T>& key, const Operand<T>& value) {
+    const KeyRange all{0, tile.nk};
+    const bool drop = p.dropout.threshold != 0;
+    note_seen(tile, one);
+    if (drop) {
+      keep_tile<T>(p.dropout, problem.index, h, 0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
+    }
+    for (int64_t x = 0; x < tile.nq; ++x) dots(q + x * e_padded, key, x, scores + x);
+    if (needs_adjusting(p, tile)) {
+      adjust_scores<T, 1>(p, problem, h, tile, 0, scores, kBlock, all, nullptr);
+    }
+    softmax_strip<T, 1>(scores, scale, one, 0, all);
+    if (drop) drop_strip<T, 1>(scores, keep, 0, all);
+    for (int64_t x = 0; x < tile.nq; ++x) values(value, x, one.output + x * ev_padded);
+  }
+
+  // to[y * kBlock] = q . key y: two keys at a time with two sums each, W sums turned into scores together.
+  AE_INLINE void dots(const T* q, const Operand<T>& key, int64_t x, T* to) {
+    for (int64_t y0 = 0; y0 < tile.nk; y0 += W) {
+      Vec<T> sums[W] = {};
+      for (int y = 0; y < W; y += 2) {
+        if (y0 + y >= tile.nk) break;
+        const T* const a = key.data + (y0 + y) * key.stride;
+        const T* const b = y0 + y + 1 < tile.nk ? a + key.stride : a;
+        Vec<T> first[2] = {}, second[2] = {};
+        int64_t e = 0;
+        for (; e + 2 * W <= e_padded; e += 2 * W) {
+          const Vec<T> left = load(q + e), right = load(q + e + W);
+          first[0] = fma(left, load(a + e), first[0]);
+          second[0] = fma(left, load(b + e), second[0]);
+          first[1] = fma(right, load(a + e + W), first[1]);
+          second[1] = fma(right, load(b + e + W), second[1]);
+        }
+        if (e < e_padded) {
+          first[0] = fma(load(q + e), load(a + e), first[0]);
+          second[0] = fma(load(q + e), load(b + e), second[0]);
+        }
+        sums[y] = first[0] + first[1];
+        sums[y + 1] = second[0] + second[1];
+      }
+      transpose_square<T>(sums);
+      AE_UNROLL for (int step = W / 2; step > 0; step /= 2) {
+        AE_UNROLL for (int k = 0; k < step; ++k) sums[k] += sums[k + step];
+      }
+      T line[W];
+      store(line, sums[0]);
+      for (int y = 0; y < W && y0 + y < tile.nk; ++y) {
+        if (x == 0) {  // the idle lanes hold a number too
+          store(to + (y0 + y) * kBlock, broadcast(line[y]));
+        } else {
+          to[(y0 + y) * kBlock] = line[y];
+        }
+      }
+    }
+  }
+
+  // O row = scale * O row + sum of visible p V, eight vectors of it at a time. Hidden keys are left out, so what they hold is never felt.
+  AE_INLINE void values(const Operand<T>& value, int64_t x, T* output) {
+    int64_t e = 0;
+    for (; e + 8 * W <= ev_padded; e += 8 * W) value_vectors<8>(value, x, e, output);
+    for (; e + 4 * W <= ev_padded; e += 4 * W) value_vectors<4>(value, x, e, output);
+    for (; e < ev_padded; e += W) value_vectors<1>(value, x, e, output);
+  }
+  template <int N>
+  AE_INLINE void value_vectors(const Operand<T>& value, int64_t x, int64_t e, T* output) {
+    const Vec<T> shrink = broadcast(scale[x]);
+    Vec<T> sum[N];
+    AE_UNROLL for (int v = 0; v < N; ++v) sum[v] = load(output + e + v * W) * shrink;
+    for (int64_t y = 0; y < tile.nk; ++y) {
+      if (tile.mixed && tile.visible[y * kBlock + x] == 0) continue;
+      const Vec<T> prob = broadcast(scores[y * kBlock + x]);
+      const T* const row = value.data + y * value.stride + e;
+      AE_UNROLL for (int v = 0; v < N; ++v) sum[v] = fma(prob, load(row + v * W), sum[v]);
+    }
+    AE_UNROLL for (int v = 0; v < N; ++v) store(output + e + v * W, sum[v]);
+  }
+
+  // Results of the group, into the tensors or, where the keys are split, into the buffer between the phases.
+  void finish_group(const Problem& problem, int64_t g, void* partials, int64_t split) {
+    const int64_t group = p.group(), rows = p.q_length;
+    for (int64_t n = 0; n < group; ++n) {
+      const int64_t h = g * group + n;
+      const Partial<T>& one = part[n];
+      if (forward_splits(p) > 1) {
+        const SplitResult<T> to(partials, p, problem.index * p.heads + h, split);
+        save_statistics(rows, one, to);
+        for (int64_t i = 0; i < rows; ++i) {
+          __builtin_memcpy(to.output + i * p.v_size, one.output + i * ev_padded, p.v_size * sizeof(T));
+        }
+        continue;
+      }
+      finish_statistics(p, problem, h, 0, rows, one);
+      for (int64_t i = 0; i < rows; ++i) {
+        copy_out<T>(one.output + i * ev_padded, ev_padded, 1, p.v_size, one.sum[i],
+                    Rows(p.output, problem.batch, h, i, 0));
+      }
+    }
+  }
+};
+
+}  // namespace ATTENTION_EXT_TIER
+}  // namespace attention_ext::kernels
