@@ -39,7 +39,7 @@ COMMON_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"
 # -Wno-...: gcc 12 warns about its own intrinsics headers, and about the ABI of vector arguments
 # that never leave a tier's object.
 KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-ivopts"]
-KERNEL_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-psabi"]
+KERNEL_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 GLUE_FLAGS = ["-O2", "-fopenmp"]  # without -fopenmp at::parallel_for silently runs on one thread
 
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]

@@ -90,11 +90,15 @@ struct Decode {
       keep_tile<T>(p.dropout, problem.index, h, 0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
     }
     for (int64_t x = 0; x < tile.nq; ++x) dots(q + x * e_padded, key, x, scores + x);
-    if (needs_adjusting(p, tile)) {
-      adjust_scores<T, 1>(p, problem, h, tile, 0, scores, kBlock, all, nullptr);
-    }
-    softmax_strip<T, 1>(scores, scale, one, 0, all);
-    if (drop) drop_strip<T, 1>(scores, keep, 0, all);
+    const bool adjust = needs_adjusting(p, tile);
+    for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
+      const int64_t x = v * W;
+      if (adjust) {
+        adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, all, nullptr);
+      }
+      softmax_strip<T, NV>(scores, scale, one, x, all);
+      if (drop) drop_strip<T, NV>(scores, keep, x, all);
+    });
     for (int64_t x = 0; x < tile.nq; ++x) values(value, x, one.output + x * ev_padded);
   }
 
