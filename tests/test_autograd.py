@@ -146,9 +146,15 @@ def test_gradcheck_of_weights(case: Case, average_heads: bool) -> None:
     assert gradgradcheck(function, leaves, fast_mode=True, check_fwd_over_rev=case in TOY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS[:-1])  # the last one is what this process runs
 def test_gradients_in_every_tier(tier: str) -> None:
-    run_pytest("tests/test_autograd.py", "-k", "gradcheck and not forward", tier=tier)
+    run_pytest(
+        "tests/test_autograd.py",
+        "-k",
+        "beyond_two_tiles or (gradcheck_of_weights and large)",
+        tier=tier,
+    )
 
 
 # Autograd's machinery.
