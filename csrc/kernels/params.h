@@ -100,7 +100,10 @@ struct AttentionParams {
   AE_INLINE Problem problem(int64_t n) const {
     Problem p;
     p.index = n;
-    p.query_offset = query_offsets != nullptr ? query_offsets[n] : query_offset;
+    // Further away than any key is far enough; beyond kUnbounded an open window would seem closed.
+    constexpr int64_t kFar = kUnbounded / 2;
+    const int64_t offset = query_offsets != nullptr ? query_offsets[n] : query_offset;
+    p.query_offset = offset < -kFar ? -kFar : offset > kFar ? kFar : offset;
     if (packed()) {
       p.batch = 0;
       p.q_begin = cu_seqlens_q[n];
