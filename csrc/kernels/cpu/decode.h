@@ -1,6 +1,6 @@
 // Forward for very short queries (decoding with a key/value cache): bound by reading K and V, so an item takes all heads of a group
 // over one range of keys and reads every key once from memory. Head sizes lie in lanes for the products, so that a single query row
-// wastes nothing; scores then pass through the same tiles, masks and softmax as everywhere.
+// wastes nothing, keys lie in lanes for the softmax, and options and masks work on the same tiles as everywhere.
 #pragma once
 
 #include "kernels/cpu/finish.h"
@@ -16,7 +16,9 @@ struct Decode {
   Tile<T> tile;
   T* query;          // [head of the group][row][e_padded], scaled
   Partial<T>* part;  // per head of the group; output [row][ev_padded]
-  T *scores, *scale, *key_rows, *value_rows;
+  T* lines;   // scores, then probabilities [row][kBlock]
+  T* scores;  // the same as a tile [key][kBlock], for options
+  T *key_rows, *value_rows;
   uint8_t* keep;
 
   AE_INLINE Decode(const AttentionParams& params, Arena& arena)
@@ -32,7 +34,7 @@ struct Decode {
       if (arena.memory != nullptr) part[g] = one;
     }
     scores = arena.take<T>(kBlock * kBlock);
-    scale = arena.take<T>(kBlock);
+    lines = arena.take<T>(kDecodeRows * kBlock);
     key_rows = arena.take<T>(in_lanes(p.key, p.qk_size) ? 0 : kBlock * e_padded);
     value_rows = arena.take<T>(in_lanes(p.value, p.v_size) ? 0 : kBlock * ev_padded);
     keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
@@ -83,27 +85,63 @@ struct Decode {
 
   void head(const Problem& problem, int64_t h, const Partial<T>& one, const T* q,
             const Operand<T>& key, const Operand<T>& value) {
-    const KeyRange all{0, tile.nk};
     const bool drop = p.dropout.threshold != 0;
     note_seen(tile, one);
     if (drop) {
       keep_tile<T>(p.dropout, problem.index, h, 0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
     }
-    for (int64_t x = 0; x < tile.nq; ++x) dots(q + x * e_padded, key, x, scores + x);
-    const bool adjust = needs_adjusting(p, tile);
-    for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
-      const int64_t x = v * W;
-      if (adjust) {
-        adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, all, nullptr);
+    for (int64_t x = 0; x < tile.nq; ++x) dots(q + x * e_padded, key, lines + x * kBlock);
+    if (needs_adjusting(p, tile)) adjust(problem, h);
+    for (int64_t x = 0; x < tile.nq; ++x) {
+      T* const line = lines + x * kBlock;
+      const T shrink = softmax_line(line, one, x);
+      for (int64_t y = 0; drop && y < tile.nk; ++y) {
+        if (keep[y * kBlock + x] == 0) line[y] = T{0};
       }
-      softmax_strip<T, NV>(scores, scale, one, x, all);
-      if (drop) drop_strip<T, NV>(scores, keep, x, all);
-    });
-    for (int64_t x = 0; x < tile.nq; ++x) values(value, x, one.output + x * ev_padded);
+      values(value, x, line, shrink, one.output + x * ev_padded);
+    }
   }
 
-  // to[y * kBlock] = q . key y: two keys at a time with two sums each, W sums turned into scores together.
-  AE_INLINE void dots(const T* q, const Operand<T>& key, int64_t x, T* to) {
+  // Options and masks work on tiles [key][query lane]: there and back.
+  void adjust(const Problem& problem, int64_t h) {
+    for (int64_t y = 0; y < tile.nk; ++y) {
+      for (int64_t x = 0; x < tile.lanes; ++x) {
+        scores[y * kBlock + x] = x < tile.nq ? lines[x * kBlock + y] : T{0};
+      }
+    }
+    for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
+      adjust_scores<T, NV>(p, problem, h, tile, v * W, scores + v * W, kBlock, {0, tile.nk}, nullptr);
+    });
+    for (int64_t x = 0; x < tile.nq; ++x) {
+      for (int64_t y = 0; y < tile.nk; ++y) lines[x * kBlock + y] = scores[y * kBlock + x];
+    }
+  }
+
+  // Online softmax of one row with its keys in lanes. Returns what the sums of older keys shrink by.
+  AE_INLINE T softmax_line(T* line, const Partial<T>& one, int64_t x) {
+    const int64_t end = round_up(tile.nk, W);
+    for (int64_t y = tile.nk; y < end; ++y) line[y] = -kInfinity<T>;
+    Vec<T> most = broadcast(one.maximum[x]);
+    for (int64_t y = 0; y < end; y += W) most = max(most, load(line + y));
+    T maximum = most[0];
+    for (int lane = 1; lane < W; ++lane) maximum = most[lane] > maximum ? most[lane] : maximum;
+    const T base = maximum == -kInfinity<T> ? T{0} : maximum;
+    Vec<T> sum{};
+    for (int64_t y = 0; y < end; y += W) {
+      const Vec<T> prob = exp_vector<T>(load(line + y) - base);
+      store(line + y, prob);
+      sum += prob;
+    }
+    T total{};
+    for (int lane = 0; lane < W; ++lane) total += sum[lane];
+    const T shrink = exp_vector<T>(broadcast(one.maximum[x] - base))[0];
+    one.maximum[x] = maximum;
+    one.sum[x] = one.sum[x] * shrink + total;
+    return shrink;
+  }
+
+  // line[y] = q . key y: two keys at a time with two sums each, W sums turned into scores together.
+  AE_INLINE void dots(const T* q, const Operand<T>& key, T* line) {
     for (int64_t y0 = 0; y0 < tile.nk; y0 += W) {
       Vec<T> sums[W] = {};
       for (int y = 0; y < W; y += 2) {
@@ -130,33 +168,25 @@ struct Decode {
       AE_UNROLL for (int step = W / 2; step > 0; step /= 2) {
         AE_UNROLL for (int k = 0; k < step; ++k) sums[k] += sums[k + step];
       }
-      T line[W];
-      store(line, sums[0]);
-      for (int y = 0; y < W && y0 + y < tile.nk; ++y) {
-        if (x == 0) {  // the idle lanes hold a number too
-          store(to + (y0 + y) * kBlock, broadcast(line[y]));
-        } else {
-          to[(y0 + y) * kBlock] = line[y];
-        }
-      }
+      store(line + y0, sums[0]);
     }
   }
 
-  // O row = scale * O row + sum of visible p V, eight vectors of it at a time. Hidden keys are left out, so what they hold is never felt.
-  AE_INLINE void values(const Operand<T>& value, int64_t x, T* output) {
+  // O row = shrink * O row + sum of visible p V, eight vectors of it at a time. Hidden keys are left out, so what they hold is never felt.
+  AE_INLINE void values(const Operand<T>& value, int64_t x, const T* line, T shrink, T* output) {
     int64_t e = 0;
-    for (; e + 8 * W <= ev_padded; e += 8 * W) value_vectors<8>(value, x, e, output);
-    for (; e + 4 * W <= ev_padded; e += 4 * W) value_vectors<4>(value, x, e, output);
-    for (; e < ev_padded; e += W) value_vectors<1>(value, x, e, output);
+    for (; e + 8 * W <= ev_padded; e += 8 * W) value_vectors<8>(value, x, line, shrink, e, output);
+    for (; e + 4 * W <= ev_padded; e += 4 * W) value_vectors<4>(value, x, line, shrink, e, output);
+    for (; e < ev_padded; e += W) value_vectors<1>(value, x, line, shrink, e, output);
   }
   template <int N>
-  AE_INLINE void value_vectors(const Operand<T>& value, int64_t x, int64_t e, T* output) {
-    const Vec<T> shrink = broadcast(scale[x]);
+  AE_INLINE void value_vectors(const Operand<T>& value, int64_t x, const T* line, T shrink, int64_t e,
+                               T* output) {
     Vec<T> sum[N];
     AE_UNROLL for (int v = 0; v < N; ++v) sum[v] = load(output + e + v * W) * shrink;
     for (int64_t y = 0; y < tile.nk; ++y) {
       if (tile.mixed && tile.visible[y * kBlock + x] == 0) continue;
-      const Vec<T> prob = broadcast(scores[y * kBlock + x]);
+      const Vec<T> prob = broadcast(line[y]);
       const T* const row = value.data + y * value.stride + e;
       AE_UNROLL for (int v = 0; v < N; ++v) sum[v] = fma(prob, load(row + v * W), sum[v]);
     }
