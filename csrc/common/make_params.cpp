@@ -50,7 +50,8 @@ int64_t* table(ParamsStorage& storage, int64_t size) {
   return storage.tables.back().get();
 }
 
-// Folds the first `batch_sizes.size()` dimensions of a tensor, which has `tail` more, into one stride or a table of offsets.
+// Folds the first `batch_sizes.size()` dimensions of a tensor, which has `tail` more, into one
+// stride or a table of offsets.
 void fold_batch(View& view, const at::Tensor& tensor, int64_t tail, at::IntArrayRef batch_sizes,
                 ParamsStorage& storage) {
   const int64_t dims = static_cast<int64_t>(batch_sizes.size());
@@ -85,12 +86,14 @@ void fold_batch(View& view, const at::Tensor& tensor, int64_t tail, at::IntArray
 View begin_view(const at::Tensor& tensor) {
   View view;
   view.data = static_cast<char*>(tensor.data_ptr());
-  if (view.data == nullptr) view.data = reinterpret_cast<char*>(alignof(double));  // empty, yet defined
+  if (view.data == nullptr)
+    view.data = reinterpret_cast<char*>(alignof(double));  // empty, yet defined
   view.type = scalar_type(tensor.scalar_type());
   return view;
 }
 
-const void* accumulation_data(const at::Tensor& tensor, at::ScalarType type, ParamsStorage& storage) {
+const void* accumulation_data(const at::Tensor& tensor, at::ScalarType type,
+                              ParamsStorage& storage) {
   storage.tensors.push_back(tensor.to(type).contiguous());
   return storage.tensors.back().data_ptr();
 }
@@ -199,7 +202,7 @@ void fill_params(AttentionParams& p, const CallShape& shape, const at::Tensor& q
   if (options.window_right) p.window_right = options.window_right->guard_int(__FILE__, __LINE__);
   p.window_left = std::min(p.window_left, kernels::kUnbounded);
   p.window_right = std::min(p.window_right, kernels::kUnbounded);
-  p.scale = options.scale ? *options.scale
+  p.scale = options.scale       ? *options.scale
             : shape.qk_size > 0 ? 1.0 / std::sqrt(static_cast<double>(shape.qk_size))
                                 : 1.0;
   p.softcap = options.softcap;

@@ -9,7 +9,8 @@
 
 namespace attention_ext {
 
-// What the params point at: small tensors in the accumulation type, tables of batch offsets and of positions.
+// What the params point at: small tensors in the accumulation type, tables of batch offsets and of
+// positions.
 struct ParamsStorage {
   std::vector<at::Tensor> tensors;
   std::vector<std::unique_ptr<int64_t[]>> tables;
@@ -25,13 +26,16 @@ CallShape call_shape(const at::Tensor& query, const at::Tensor& key, int64_t v_s
 kernels::ScalarType scalar_type(at::ScalarType type);
 at::ScalarType accumulation_type(at::ScalarType type);
 
-// A view of (..., head, row, column) whose leading dimensions, each full or 1, fold onto `batch_sizes`.
-kernels::View make_view(const at::Tensor& tensor, at::IntArrayRef batch_sizes, ParamsStorage& storage);
+// A view of (..., head, row, column) whose leading dimensions, each full or 1, fold onto
+// `batch_sizes`.
+kernels::View make_view(const at::Tensor& tensor, at::IntArrayRef batch_sizes,
+                        ParamsStorage& storage);
 // The same for (..., head, row): row statistics.
 kernels::View make_row_view(const at::Tensor& tensor, at::IntArrayRef batch_sizes,
                             ParamsStorage& storage);
 
-// Everything that the options and the tensors shared by all ops say. `value` may be undefined (weights).
+// Everything that the options and the tensors shared by all ops say. `value` may be undefined
+// (weights).
 void fill_params(kernels::AttentionParams& params, const CallShape& shape, const at::Tensor& query,
                  const at::Tensor& key, const at::Tensor& value, const AttentionOptions& options,
                  ParamsStorage& storage);

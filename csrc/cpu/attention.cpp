@@ -1,4 +1,5 @@
-// attention on the CPU: allocate the output and the row statistics, fill params, run the forward kernels.
+// attention on the CPU: allocate the output and the row statistics, fill params, run the forward
+// kernels.
 #include "cpu/attention.h"
 
 #include <ATen/ops/empty.h>
@@ -35,13 +36,15 @@ Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tens
     partials = c10::GetCPUAllocator()->allocate(static_cast<size_t>(
         shape.batch * shape.heads * splits * kernels::forward_partial_elements(params) * element));
   }
-  run_items(tier.forward_items(params), scratch, work, [&](kernels::WorkQueue& queue, void* memory) {
-    tier.forward(params, partials.get(), queue, memory);
-  });
+  run_items(tier.forward_items(params), scratch, work,
+            [&](kernels::WorkQueue& queue, void* memory) {
+              tier.forward(params, partials.get(), queue, memory);
+            });
   if (splits > 1) {
-    run_items(shape.batch * shape.heads, scratch, work, [&](kernels::WorkQueue& queue, void* memory) {
-      tier.forward_join(params, partials.get(), queue, memory);
-    });
+    run_items(shape.batch * shape.heads, scratch, work,
+              [&](kernels::WorkQueue& queue, void* memory) {
+                tier.forward_join(params, partials.get(), queue, memory);
+              });
   }
   return {std::move(output), std::move(logsumexp), std::move(residual)};
 }

@@ -1,5 +1,5 @@
-// attention_backward and attention_weights_backward on the CPU: one pass for delta, one over the keys for dQ, dK and dV, one over the
-// bias if it wants a gradient, and the sinks.
+// attention_backward and attention_weights_backward on the CPU: one pass for delta, one over the
+// keys for dQ, dK and dV, one over the bias if it wants a gradient, and the sinks.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -24,15 +24,16 @@ class SharedState {
       state_.added = added_.get();
     }
     if (kernels::bias_with_keys(p)) {
-      bias_added_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(kernels::bias_turns(p)));
+      bias_added_ =
+          std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(kernels::bias_turns(p)));
       state_.bias_added = bias_added_.get();
     }
     if (sums && kernels::backward_ranges(p) > 1) {
       heads_ = p.problems * p.heads;
       double_precision_ = p.type == kernels::ScalarType::kFloat64;
       sums_ = std::make_unique<std::atomic<void*>[]>(static_cast<size_t>(heads_));
-      remaining_ = std::make_unique<std::atomic<int32_t>[]>(
-          static_cast<size_t>(p.problems * p.kv_heads));
+      remaining_ =
+          std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(p.problems * p.kv_heads));
       state_.sums = sums_.get();
       state_.remaining = remaining_.get();
     }
@@ -62,7 +63,8 @@ at::Tensor prepare_bias_grad(kernels::BackwardParams& p, const at::Tensor& bias,
   at::Tensor grad = at::zeros(bias.sizes(), exact);
   p.grad_bias = make_view(grad, shape.batch_sizes, storage);
   // Every element has a place: dimensions of size 1 are told by bias_size.
-  p.bias_size[0] = bias.dim() > 3 ? c10::multiply_integers(bias.sizes().slice(0, bias.dim() - 3)) : 1;
+  p.bias_size[0] =
+      bias.dim() > 3 ? c10::multiply_integers(bias.sizes().slice(0, bias.dim() - 3)) : 1;
   p.bias_size[1] = bias.dim() > 2 ? bias.size(-3) : 1;
   p.bias_size[2] = bias.size(-2);
   p.bias_size[3] = bias.size(-1);
@@ -133,7 +135,8 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
     if (p.grad_output.defined()) {
       p.grad_value = make_view(grad_value, shape.batch_sizes, storage);
     } else {
-      // Logsumexp does not depend on the values. (zero_() may start threads, which a forked child lacks.)
+      // Logsumexp does not depend on the values. (zero_() may start threads, which a forked child
+      // lacks.)
       std::memset(grad_value.data_ptr(), 0, grad_value.nbytes());
     }
   }
@@ -156,8 +159,9 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
 
 Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
                                    const at::Tensor& key, const AttentionOptions& options,
-                                   const at::Tensor& logsumexp, const at::Tensor& logsumexp_residual,
-                                   bool average_heads, std::array<bool, 4> wanted) {
+                                   const at::Tensor& logsumexp,
+                                   const at::Tensor& logsumexp_residual, bool average_heads,
+                                   std::array<bool, 4> wanted) {
   const CallShape shape = call_shape(query, key, /*v_size=*/0);
   const auto exact = query.options().dtype(accumulation_type(query.scalar_type()));
 
@@ -169,7 +173,8 @@ Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Ten
   p.grad_weights = make_view(average_heads ? grad_weights.unsqueeze(-3) : grad_weights,
                              shape.batch_sizes, storage);
   if (grad_weights.size(-1) == 1) p.grad_weights.stride[3] = 0;
-  p.grad_weights_scale = average_heads && shape.heads > 0 ? 1.0 / static_cast<double>(shape.heads) : 1.0;
+  p.grad_weights_scale =
+      average_heads && shape.heads > 0 ? 1.0 / static_cast<double>(shape.heads) : 1.0;
 
   at::Tensor grad_query, grad_key, grad_bias, grad_statistics;
   if (wanted[0]) {

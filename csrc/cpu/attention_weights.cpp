@@ -24,7 +24,8 @@ at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
   p.logsumexp = make_row_view(logsumexp, shape.batch_sizes, storage);
   p.residual = make_row_view(logsumexp_residual, shape.batch_sizes, storage);
   p.average = average_heads;
-  p.weights = make_view(average_heads ? weights.unsqueeze(-3) : weights, shape.batch_sizes, storage);
+  p.weights =
+      make_view(average_heads ? weights.unsqueeze(-3) : weights, shape.batch_sizes, storage);
 
   const kernels::CpuKernels& tier = active_kernels();
   run_items(tier.weights_items(p), tier.weights_scratch(p), work_of(p, shape, 1),

@@ -11,18 +11,20 @@ namespace attention_ext::cpu {
 // The tier of this process; raises if ATTENTION_EXT_CPU_CAPABILITY names one that cannot run here.
 const kernels::CpuKernels& active_kernels();
 
-// Whether this process was forked off one that may have run parallel regions: the OpenMP pool stayed with the parent, and a parallel
-// region would wait for it forever.
+// Whether this process was forked off one that may have run parallel regions: the OpenMP pool
+// stayed with the parent, and a parallel region would wait for it forever.
 bool in_forked_child();
 
 // (query block, key block) pairs computed by attention and its backward so far.
 std::atomic<int64_t>& visited_block_pairs();
 
-// Work below this many floating-point operations is not worth waking threads for (about 20 us on one core).
+// Work below this many floating-point operations is not worth waking threads for (about 20 us on
+// one core).
 constexpr double kSerialWork = 1e6;
 
-// Runs kernel(queue, scratch) on as many threads as there is work for, until all `items` are taken. Threads share one ordered queue, so
-// it does not matter how many of them really arrive. An exception in one stops the others and comes out here.
+// Runs kernel(queue, scratch) on as many threads as there is work for, until all `items` are taken.
+// Threads share one ordered queue, so it does not matter how many of them really arrive. An
+// exception in one stops the others and comes out here.
 template <class F>
 void run_items(int64_t items, int64_t scratch_bytes, double work, F&& kernel) {
   if (items == 0) return;

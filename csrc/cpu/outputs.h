@@ -7,7 +7,8 @@
 
 namespace attention_ext::cpu {
 
-// (..., heads, rows, size), in memory (..., rows, heads, size), so that merging the heads is a view. `like` gives the leading dimensions.
+// (..., heads, rows, size), in memory (..., rows, heads, size), so that merging the heads is a
+// view. `like` gives the leading dimensions.
 inline at::Tensor empty_heads(const at::Tensor& like, int64_t heads, int64_t rows, int64_t size) {
   c10::SmallVector<int64_t, 6> sizes(like.sizes().begin(), like.sizes().end() - 3);
   sizes.insert(sizes.end(), {rows, heads, size});

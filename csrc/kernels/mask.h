@@ -1,5 +1,5 @@
-// Windows (causal included) as bounds on positions, shared by both devices. Dense masks, key masks and -inf biases are
-// classified tile by tile on top of these bounds (cpu/tile.h).
+// Windows (causal included) as bounds on positions, shared by both devices. Dense masks, key masks
+// and -inf biases are classified tile by tile on top of these bounds (cpu/tile.h).
 #pragma once
 
 #include "kernels/params.h"
@@ -12,7 +12,8 @@ struct KeyRange {
   int64_t end;
 };
 
-// Keys of [0, k_length) that at least one of the query rows [first, last] may see through the window.
+// Keys of [0, k_length) that at least one of the query rows [first, last] may see through the
+// window.
 AE_INLINE KeyRange window_hull(const AttentionParams& p, const Problem& problem, int64_t first,
                                int64_t last) {
   int64_t begin = first + problem.query_offset - p.window_left;

@@ -1,14 +1,15 @@
-// What a kernel is told: raw pointers, strides in elements, sizes and scalars, shared by CPU and CUDA kernels.
-// Filled by the glue (csrc/common/make_params.cpp); includes nothing of torch.
-// Letters: B batch (or packed sequences), H query heads, Hkv key/value heads, L query rows, S keys, E query/key size,
-// Ev value size; i is a query row, j a key. All sizes, strides and positions are int64.
+// What a kernel is told: raw pointers, strides in elements, sizes and scalars, shared by CPU and
+// CUDA kernels. Filled by the glue (csrc/common/make_params.cpp); includes nothing of torch.
+// Letters: B batch (or packed sequences), H query heads, Hkv key/value heads, L query rows, S keys,
+// E query/key size, Ev value size; i is a query row, j a key. All sizes, strides and positions are
+// int64.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 
-// Members of shared headers are forced inline: one of them kept out of line in an object compiled for AVX-512 could
-// be the copy that the linker keeps for every tier.
+// Members of shared headers are forced inline: one of them kept out of line in an object compiled
+// for AVX-512 could be the copy that the linker keeps for every tier.
 #define AE_INLINE __attribute__((always_inline)) inline
 
 namespace attention_ext::kernels {
@@ -18,8 +19,9 @@ enum class ScalarType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16, kBool
 // "No bound" for windows; small enough that sums of three positions cannot overflow.
 constexpr int64_t kUnbounded = int64_t{1} << 60;
 
-// A strided view (batch, head, row, column). A broadcast dimension has stride 0. Where several leading batch
-// dimensions do not fold into one stride, `batch_offsets` holds the offset of every batch index.
+// A strided view (batch, head, row, column). A broadcast dimension has stride 0. Where several
+// leading batch dimensions do not fold into one stride, `batch_offsets` holds the offset of every
+// batch index.
 struct View {
   char* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};  // elements
@@ -71,26 +73,27 @@ struct AttentionParams {
   int64_t v_size = 0;    // Ev
 
   View query, key, value;
-  View attn_mask;                        // bool
-  View attn_bias;                        // any floating type
-  View key_mask;                         // bool, or the accumulation type; uses batch and column strides only
+  View attn_mask;  // bool
+  View attn_bias;  // any floating type
+  View key_mask;   // bool, or the accumulation type; uses batch and column strides only
   bool key_mask_is_bool = false;
-  const void* sinks = nullptr;           // (H), accumulation type
-  const void* alibi_slopes = nullptr;    // accumulation type, (batch, head) strides below
+  const void* sinks = nullptr;         // (H), accumulation type
+  const void* alibi_slopes = nullptr;  // accumulation type, (batch, head) strides below
   int64_t alibi_stride[2] = {0, 0};
   const int64_t* query_offsets = nullptr;  // (problems), else query_offset for all
   int64_t query_offset = 0;
   const int64_t* cu_seqlens_q = nullptr;  // (problems + 1) when packed
   const int64_t* cu_seqlens_k = nullptr;
-  const int64_t* q_block_starts = nullptr;  // packed: (problems + 1), blocks of queries before each sequence
+  const int64_t* q_block_starts =
+      nullptr;  // packed: (problems + 1), blocks of queries before each sequence
   int64_t window_left = kUnbounded;
   int64_t window_right = kUnbounded;
   double scale = 1.0;
   double softcap = 0.0;
   DropoutParams dropout;
 
-  View output;                 // forward: written; backward: not read (delta is)
-  View logsumexp, residual;    // accumulation type; (batch, head, row), the column stride is unused
+  View output;               // forward: written; backward: not read (delta is)
+  View logsumexp, residual;  // accumulation type; (batch, head, row), the column stride is unused
   std::atomic<int64_t>* visited = nullptr;  // counts (query block, key block) pairs computed
 
   AE_INLINE int64_t group() const { return kv_heads > 0 ? heads / kv_heads : 0; }
@@ -121,19 +124,20 @@ struct AttentionParams {
   }
 };
 
-// Inputs and outputs of the backward pass. grad_output feeds attention_backward; grad_weights (B, H or 1, L, S)
-// feeds attention_weights_backward, where delta is 0 and there is no value. Undefined views are not wanted.
+// Inputs and outputs of the backward pass. grad_output feeds attention_backward; grad_weights (B, H
+// or 1, L, S) feeds attention_weights_backward, where delta is 0 and there is no value. Undefined
+// views are not wanted.
 struct BackwardParams : AttentionParams {
   View grad_output;
-  View grad_logsumexp;        // accumulation type, optional
-  View grad_weights;          // instead of grad_output and value
+  View grad_logsumexp;              // accumulation type, optional
+  View grad_weights;                // instead of grad_output and value
   double grad_weights_scale = 1.0;  // 1/H for averaged weights
-  View delta;                 // accumulation type, written by the delta pass, read by the others
+  View delta;  // accumulation type, written by the delta pass, read by the others
   View grad_query, grad_key, grad_value;  // type
-  View grad_bias;             // accumulation type, the bias's own broadcast shape
-  int64_t bias_size[4] = {0, 0, 0, 0};  // (problems or 1, H or 1, L or 1, S or 1)
-  void* grad_sinks = nullptr;  // (H), accumulation type
-  View grad_statistics;       // weights backward: gradient of logsumexp, accumulation type
+  View grad_bias;                         // accumulation type, the bias's own broadcast shape
+  int64_t bias_size[4] = {0, 0, 0, 0};    // (problems or 1, H or 1, L or 1, S or 1)
+  void* grad_sinks = nullptr;             // (H), accumulation type
+  View grad_statistics;  // weights backward: gradient of logsumexp, accumulation type
 };
 
 // Rebuilds weights: (B, H, L, S), or (B, 1, L, S) averaged over the heads.
@@ -142,7 +146,8 @@ struct WeightsParams : AttentionParams {
   bool average = false;
 };
 
-// Hands out work items in order, to any number of threads. `failed` stops those who wait for another's item.
+// Hands out work items in order, to any number of threads. `failed` stops those who wait for
+// another's item.
 struct WorkQueue {
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};

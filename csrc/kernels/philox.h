@@ -1,6 +1,7 @@
-// Dropout's random function: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) at a counter made
-// of positions, so that the keep mask depends on the state and on (b, h, i, j) alone. Scalar form; cpu/dropout.h runs a
-// vector of rows at a time and must give the same bits.
+// Dropout's random function: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
+// 2, 3", 2011) at a counter made of positions, so that the keep mask depends on the state and on
+// (b, h, i, j) alone. Scalar form; cpu/dropout.h runs a vector of rows at a time and must give the
+// same bits.
 #pragma once
 
 #include "kernels/params.h"

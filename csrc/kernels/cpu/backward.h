@@ -1,10 +1,12 @@
-// Fused attention backward. A work item owns a range of keys of one key/value head: their dK and dV stay in scratch while the
-// item walks over the query blocks of every head of the group. The query blocks' dQ over the range is formed from zero and added to
-// the sums of earlier ranges in the order of the ranges, under a counter per query block, so that ranges run in parallel and every
-// bit is the same for any number of threads. Items are taken in order, so one only waits for items already running.
+// Fused attention backward. A work item owns a range of keys of one key/value head: their dK and dV
+// stay in scratch while the item walks over the query blocks of every head of the group. The query
+// blocks' dQ over the range is formed from zero and added to the sums of earlier ranges in the
+// order of the ranges, under a counter per query block, so that ranges run in parallel and every
+// bit is the same for any number of threads. Items are taken in order, so one only waits for items
+// already running.
 //
-// Five products per (query block, key block), nothing of size L x S: S^T = K Q^T, dP^T = V dO^T (gradient_tile.h), dV += P^T dO,
-// dK += dS^T Q, dQ += dS K.
+// Five products per (query block, key block), nothing of size L x S: S^T = K Q^T, dP^T = V dO^T
+// (gradient_tile.h), dV += P^T dO, dK += dS^T Q, dQ += dS K.
 #pragma once
 
 #if defined(__SSE2__)
@@ -18,7 +20,8 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
-// C (+)= sum over visible pairs only, for factors that are not finite. rows x depth pairs, visibility of (row, k) by `sees`.
+// C (+)= sum over visible pairs only, for factors that are not finite. rows x depth pairs,
+// visibility of (row, k) by `sees`.
 template <class T, class A, class Sees>
 void careful_accumulate(A&& left, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t rows,
                         int64_t depth, Sees&& sees) {
@@ -98,7 +101,8 @@ struct Backward {
         const Turn t = turn(problem, i0, nq, size);
         if (t.first == t.end && r == 0) clear_rows(problem, h, i0, nq);
         if (r < t.first || r >= t.end) continue;
-        if (want_bias && !wait_for(bias_turn(state, problem, h, b, r), bias_place(problem, h), queue)) {
+        if (want_bias &&
+            !wait_for(bias_turn(state, problem, h, b, r), bias_place(problem, h), queue)) {
           return;
         }
         query_rows(problem, h, i0, nq, {k_begin, k_end}, visited);
@@ -198,8 +202,8 @@ struct Backward {
   }
 
   template <Read kRead>
-  AE_INLINE void accumulate(const T* a, const T* b, int64_t width, T* c, int64_t rows, int64_t depth,
-                            Band band) {
+  AE_INLINE void accumulate(const T* a, const T* b, int64_t width, T* c, int64_t rows,
+                            int64_t depth, Band band) {
     for_strips<4>(static_cast<int>(width / W), [&]<int NV>(int v) {
       multiply_panel<T, NV, Start::kAdd, kRead>(a, kBlock, b + v * W, width, c + v * W, width, rows,
                                                 depth, nullptr, band);
@@ -232,7 +236,8 @@ struct Backward {
     const int64_t b_bias = p.bias_size[0] == 1 ? 0 : problem.index;
     const int64_t h_bias = p.bias_size[1] == 1 ? 0 : h;
     const int64_t blocks = blocks_of(p.q_length, query_block(p.q_length));
-    return state.bias_added[((b_bias * p.bias_size[1] + h_bias) * blocks + block) * backward_ranges(p) + r];
+    return state
+        .bias_added[((b_bias * p.bias_size[1] + h_bias) * blocks + block) * backward_ranges(p) + r];
   }
   AE_INLINE int64_t bias_place(const Problem& problem, int64_t h) const {
     const int64_t before = p.bias_size[0] == 1 ? problem.index : 0;
@@ -265,7 +270,8 @@ struct Backward {
     }
   }
 
-  // Waits until `place` earlier ranges have added their part, then adds ours. False if another thread has failed.
+  // Waits until `place` earlier ranges have added their part, then adds ours. False if another
+  // thread has failed.
   bool add_in_turn(BackwardState& state, WorkQueue& queue, const Problem& problem, int64_t h,
                    int64_t i0, int64_t nq, int64_t block, int64_t place, int64_t places) {
     if (!want_query && !want_statistic) return true;
@@ -312,8 +318,8 @@ struct Backward {
     for (int64_t i = 0; i < nq; ++i) {
       for (int64_t e = 0; e < p.qk_size; e += W) {
         T* const at = query_grad + i * e_padded + e;
-        store(at, load(at) + load_piece<T>(rows.at(i, e), rows.type, rows.column_stride,
-                                           p.qk_size - e));
+        store(at, load(at) +
+                      load_piece<T>(rows.at(i, e), rows.type, rows.column_stride, p.qk_size - e));
       }
     }
   }

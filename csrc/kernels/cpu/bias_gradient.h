@@ -1,6 +1,7 @@
-// The gradient of attn_bias in the bias's own shape: an item owns a tile of the bias and sums dS over everything that the bias
-// broadcasts over (batch, heads, rows, keys), in a fixed order, so that nothing of size B x H x L x S exists. S and dP are
-// computed once more for it (two products), which only happens if the bias wants a gradient.
+// The gradient of attn_bias in the bias's own shape: an item owns a tile of the bias and sums dS
+// over everything that the bias broadcasts over (batch, heads, rows, keys), in a fixed order, so
+// that nothing of size B x H x L x S exists. S and dP are computed once more for it (two products),
+// which only happens if the bias wants a gradient.
 #pragma once
 
 #include "kernels/cpu/gradient_tile.h"
@@ -12,9 +13,9 @@ namespace ATTENTION_EXT_TIER {
 constexpr int64_t kBiasKeyBlocks = 4;
 
 struct BiasPlan {
-  int64_t rows, keys;                  // of a tile
-  int64_t row_tiles, key_tiles;        // over L and S
-  int64_t owned_rows, owned_keys;      // tiles of the bias itself: 1 where it broadcasts
+  int64_t rows, keys;              // of a tile
+  int64_t row_tiles, key_tiles;    // over L and S
+  int64_t owned_rows, owned_keys;  // tiles of the bias itself: 1 where it broadcasts
   AE_INLINE explicit BiasPlan(const BackwardParams& p) {
     rows = query_block(p.q_length);
     keys = key_block(p.k_length) * kBiasKeyBlocks;
@@ -58,14 +59,17 @@ struct BiasGradient {
     const int64_t b_bias = index / (plan.owned_keys * plan.owned_rows * p.bias_size[1]);
     const bool all_rows = p.bias_size[2] == 1, all_keys = p.bias_size[3] == 1;
     __builtin_memset(sums, 0, kBlock * kBiasKeyBlocks * kBlock * sizeof(T));
-    // Every batch element whose bias lies where ours does shares it (several batch dimensions may broadcast one by one).
+    // Every batch element whose bias lies where ours does shares it (several batch dimensions may
+    // broadcast one by one).
     const int64_t shared = bias_offset(b_bias);
     for (int64_t b = 0; b < p.problems; ++b) {
       if (batch_offset(b) != shared) continue;
       for (int64_t h = 0; h < p.heads; ++h) {
         if (p.bias_size[1] != 1 && h != h_bias) continue;
-        for (int64_t x = all_rows ? 0 : row_tile; x < (all_rows ? plan.row_tiles : row_tile + 1); ++x) {
-          for (int64_t y = all_keys ? 0 : key_tile; y < (all_keys ? plan.key_tiles : key_tile + 1); ++y) {
+        for (int64_t x = all_rows ? 0 : row_tile; x < (all_rows ? plan.row_tiles : row_tile + 1);
+             ++x) {
+          for (int64_t y = all_keys ? 0 : key_tile; y < (all_keys ? plan.key_tiles : key_tile + 1);
+               ++y) {
             add(p.problem(b), h, x, y);
           }
         }
@@ -74,7 +78,8 @@ struct BiasGradient {
     write(b_bias, h_bias, row_tile, key_tile);
   }
 
-  // Offsets inside grad_bias: of batch element b of the call, and of the k-th distinct batch slice of the bias.
+  // Offsets inside grad_bias: of batch element b of the call, and of the k-th distinct batch slice
+  // of the bias.
   AE_INLINE int64_t batch_offset(int64_t b) const { return p.grad_bias.offset(b, 0, 0, 0); }
   AE_INLINE int64_t bias_offset(int64_t k) const {
     return k * p.bias_size[1] * p.bias_size[2] * p.bias_size[3];
@@ -98,7 +103,8 @@ struct BiasGradient {
       const Operand<T> v = p.value.defined()
                                ? operand(p.value, problem, g, p.v_size, value, ev_padded)
                                : Operand<T>{nullptr, 0};
-      gradient.compute(p, problem, h, packed, k, v, /*want_grad=*/true, /*with_cap=*/false, nullptr);
+      gradient.compute(p, problem, h, packed, k, v, /*want_grad=*/true, /*with_cap=*/false,
+                       nullptr);
       T* const to = sums + (p.bias_size[3] == 1 ? 0 : (j0 - begin) * kBlock);
       for (int64_t y = 0; y < tile.nk; ++y) {
         for (int64_t x = 0; x < tile.lanes; x += W) {
@@ -141,8 +147,9 @@ struct BiasGradient {
     View to = p.grad_bias;
     to.batch_offsets = nullptr;
     to.data += bias_offset(b) * int64_t{sizeof(T)};
-    transpose_out<T>(sums, kBlock, nullptr, nq, nk,
-                     Rows(to, 0, p.bias_size[1] == 1 ? 0 : h, all_rows ? 0 : i0, all_keys ? 0 : j0));
+    transpose_out<T>(
+        sums, kBlock, nullptr, nq, nk,
+        Rows(to, 0, p.bias_size[1] == 1 ? 0 : h, all_rows ? 0 : i0, all_keys ? 0 : j0));
   }
 };
 

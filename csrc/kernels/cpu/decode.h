@@ -1,6 +1,7 @@
-// Forward for very short queries (decoding with a key/value cache): bound by reading K and V, so an item takes all heads of a group
-// over one range of keys and reads every key once from memory. Head sizes lie in lanes for the products, so that a single query row
-// wastes nothing, keys lie in lanes for the softmax, and options and masks work on the same tiles as everywhere.
+// Forward for very short queries (decoding with a key/value cache): bound by reading K and V, so an
+// item takes all heads of a group over one range of keys and reads every key once from memory. Head
+// sizes lie in lanes for the products, so that a single query row wastes nothing, keys lie in lanes
+// for the softmax, and options and masks work on the same tiles as everywhere.
 #pragma once
 
 #include "kernels/cpu/finish.h"
@@ -16,15 +17,13 @@ struct Decode {
   Tile<T> tile;
   T* query;          // [head of the group][row][e_padded], scaled
   Partial<T>* part;  // per head of the group; output [row][ev_padded]
-  T* lines;   // scores, then probabilities [row][kBlock]
-  T* scores;  // the same as a tile [key][kBlock], for options
+  T* lines;          // scores, then probabilities [row][kBlock]
+  T* scores;         // the same as a tile [key][kBlock], for options
   T *key_rows, *value_rows;
   uint8_t* keep;
 
   AE_INLINE Decode(const AttentionParams& params, Arena& arena)
-      : p(params),
-        e_padded(round_up(params.qk_size, W)),
-        ev_padded(round_up(params.v_size, W)) {
+      : p(params), e_padded(round_up(params.qk_size, W)), ev_padded(round_up(params.v_size, W)) {
     tile.allocate(arena, p);
     query = arena.take<T>(p.group() * p.q_length * e_padded);
     part = arena.take<Partial<T>>(p.group());
@@ -61,11 +60,12 @@ struct Decode {
       part[n].clear(rows * ev_padded);
       T* const q = query + n * rows * e_padded;
       copy_in<T>(Rows(p.query, problem.batch, g * group + n, 0, 0), rows, p.qk_size, q, e_padded);
-      for (int64_t k = 0; k < rows * e_padded; k += W) store(q + k, load(q + k) * static_cast<T>(p.scale));
+      for (int64_t k = 0; k < rows * e_padded; k += W)
+        store(q + k, load(q + k) * static_cast<T>(p.scale));
     }
     const int64_t step = key_block(problem.k_length);
-    const KeyRange hull = p.windowed() ? window_hull(p, problem, 0, rows - 1)
-                                       : KeyRange{0, problem.k_length};
+    const KeyRange hull =
+        p.windowed() ? window_hull(p, problem, 0, rows - 1) : KeyRange{0, problem.k_length};
     const int64_t first = larger(keys.begin, hull.begin / step * step);
     for (int64_t j0 = first; j0 < smaller(keys.end, hull.end); j0 += step) {
       tile.j0 = j0;
@@ -110,14 +110,16 @@ struct Decode {
       }
     }
     for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
-      adjust_scores<T, NV>(p, problem, h, tile, v * W, scores + v * W, kBlock, {0, tile.nk}, nullptr);
+      adjust_scores<T, NV>(p, problem, h, tile, v * W, scores + v * W, kBlock, {0, tile.nk},
+                           nullptr);
     });
     for (int64_t x = 0; x < tile.nq; ++x) {
       for (int64_t y = 0; y < tile.nk; ++y) lines[x * kBlock + y] = scores[y * kBlock + x];
     }
   }
 
-  // Online softmax of one row with its keys in lanes. Returns what the sums of older keys shrink by.
+  // Online softmax of one row with its keys in lanes. Returns what the sums of older keys shrink
+  // by.
   AE_INLINE T softmax_line(T* line, const Partial<T>& one, int64_t x) {
     const int64_t end = round_up(tile.nk, W);
     for (int64_t y = tile.nk; y < end; ++y) line[y] = -kInfinity<T>;
@@ -172,7 +174,8 @@ struct Decode {
     }
   }
 
-  // O row = shrink * O row + sum of visible p V, eight vectors of it at a time. Hidden keys are left out, so what they hold is never felt.
+  // O row = shrink * O row + sum of visible p V, eight vectors of it at a time. Hidden keys are
+  // left out, so what they hold is never felt.
   AE_INLINE void values(const Operand<T>& value, int64_t x, const T* line, T shrink, T* output) {
     int64_t e = 0;
     for (; e + 8 * W <= ev_padded; e += 8 * W) value_vectors<8>(value, x, line, shrink, e, output);
@@ -180,8 +183,8 @@ struct Decode {
     for (; e < ev_padded; e += W) value_vectors<1>(value, x, line, shrink, e, output);
   }
   template <int N>
-  AE_INLINE void value_vectors(const Operand<T>& value, int64_t x, const T* line, T shrink, int64_t e,
-                               T* output) {
+  AE_INLINE void value_vectors(const Operand<T>& value, int64_t x, const T* line, T shrink,
+                               int64_t e, T* output) {
     Vec<T> sum[N];
     AE_UNROLL for (int v = 0; v < N; ++v) sum[v] = load(output + e + v * W) * shrink;
     for (int64_t y = 0; y < tile.nk; ++y) {
@@ -193,7 +196,8 @@ struct Decode {
     AE_UNROLL for (int v = 0; v < N; ++v) store(output + e + v * W, sum[v]);
   }
 
-  // Results of the group, into the tensors or, where the keys are split, into the buffer between the phases.
+  // Results of the group, into the tensors or, where the keys are split, into the buffer between
+  // the phases.
   void finish_group(const Problem& problem, int64_t g, void* partials, int64_t split) {
     const int64_t group = p.group(), rows = p.q_length;
     for (int64_t n = 0; n < group; ++n) {
@@ -203,7 +207,8 @@ struct Decode {
         const SplitResult<T> to(partials, p, problem.index * p.heads + h, split);
         save_statistics(rows, one, to);
         for (int64_t i = 0; i < rows; ++i) {
-          __builtin_memcpy(to.output + i * p.v_size, one.output + i * ev_padded, p.v_size * sizeof(T));
+          __builtin_memcpy(to.output + i * p.v_size, one.output + i * ev_padded,
+                           p.v_size * sizeof(T));
         }
         continue;
       }

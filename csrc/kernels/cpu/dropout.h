@@ -1,4 +1,5 @@
-// The keep mask of one tile as bytes [key][query lane], from kernels/philox.h's function, one vector of query rows at a time.
+// The keep mask of one tile as bytes [key][query lane], from kernels/philox.h's function, one
+// vector of query rows at a time.
 #pragma once
 
 #include "kernels/cpu/pack.h"
@@ -10,7 +11,8 @@ namespace ATTENTION_EXT_TIER {
 using Wide = Vec<uint64_t>;
 constexpr int kWideLanes = kVectorBytes / 8;
 
-// Four words for kWideLanes counters that differ in the row only; results lie in the low halves of the lanes.
+// Four words for kWideLanes counters that differ in the row only; results lie in the low halves of
+// the lanes.
 AE_INLINE void philox_rows(uint32_t offset, uint32_t head, Wide rows, uint32_t keys, PhiloxKey key,
                            Wide (&words)[4]) {
   const Wide m0 = Wide{} + kPhiloxM0, m1 = Wide{} + kPhiloxM1;
@@ -42,16 +44,19 @@ void keep_tile(const DropoutParams& d, int64_t b, int64_t h, int64_t i0, int64_t
   const Vec<I> threshold = Vec<I>{} + static_cast<I>(d.threshold);
   const int64_t first = d.first_key + j0;
   Wide steps;
-  for (int x = 0; x < kWideLanes; ++x) steps[x] = static_cast<uint64_t>(x) * (sizeof(T) == 4 ? 2 : 1);
+  for (int x = 0; x < kWideLanes; ++x)
+    steps[x] = static_cast<uint64_t>(x) * (sizeof(T) == 4 ? 2 : 1);
   for (int64_t x = 0; x < lanes; x += W) {
     const Wide rows = steps + (Wide{} + static_cast<uint64_t>(d.first_row + i0 + x));
     for (int64_t group = first >> 3; group <= (first + nk - 1) >> 3; ++group) {
       Wide words[4];
-      philox_rows(static_cast<uint32_t>(d.offset), head, rows, static_cast<uint32_t>(group), key, words);
-      if constexpr (sizeof(T) == 4) {  // even rows above, odd rows here: interleave their low halves
+      philox_rows(static_cast<uint32_t>(d.offset), head, rows, static_cast<uint32_t>(group), key,
+                  words);
+      if constexpr (sizeof(T) ==
+                    4) {  // even rows above, odd rows here: interleave their low halves
         Wide odd[4];
-        philox_rows(static_cast<uint32_t>(d.offset), head, rows + 1, static_cast<uint32_t>(group), key,
-                    odd);
+        philox_rows(static_cast<uint32_t>(d.offset), head, rows + 1, static_cast<uint32_t>(group),
+                    key, odd);
         AE_UNROLL for (int w = 0; w < 4; ++w) {
           words[w] = (words[w] & 0xffffffffu) | (odd[w] << 32);
         }

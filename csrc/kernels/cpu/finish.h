@@ -1,5 +1,5 @@
-// The end of a forward query block: sinks, logsumexp and its residual, normalised output; and the joining of partial results
-// where the keys were split.
+// The end of a forward query block: sinks, logsumexp and its residual, normalised output; and the
+// joining of partial results where the keys were split.
 #pragma once
 
 #include "kernels/cpu/forward.h"
@@ -7,10 +7,12 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
-// Row statistics of `part` into the tensors; part.sum becomes the factor that normalises the output.
-//   logsumexp = fl(m + log l), residual = (m - logsumexp) + log l: exp((s - logsumexp) - residual) is then exact also where
-//   logsumexp alone is not (rows of finfo.min, large scores).
-// A row that saw no key is dead: output 0, logsumexp -inf (or the sink). One that saw only scores of -inf is NaN, as softmax is.
+// Row statistics of `part` into the tensors; part.sum becomes the factor that normalises the
+// output.
+//   logsumexp = fl(m + log l), residual = (m - logsumexp) + log l: exp((s - logsumexp) - residual)
+//   is then exact also where logsumexp alone is not (rows of finfo.min, large scores).
+// A row that saw no key is dead: output 0, logsumexp -inf (or the sink). One that saw only scores
+// of -inf is NaN, as softmax is.
 template <class T>
 void finish_statistics(const AttentionParams& p, const Problem& problem, int64_t h, int64_t i0,
                        int64_t nq, const Partial<T>& part) {
@@ -68,7 +70,8 @@ struct SplitResult {
   T* sum;
   T* seen;
 
-  AE_INLINE SplitResult(void* buffer, const AttentionParams& p, int64_t head_of_all, int64_t split) {
+  AE_INLINE SplitResult(void* buffer, const AttentionParams& p, int64_t head_of_all,
+                        int64_t split) {
     output = static_cast<T*>(buffer) +
              (head_of_all * forward_splits(p) + split) * forward_partial_elements(p);
     maximum = output + p.q_length * p.v_size;
@@ -98,7 +101,8 @@ void save_split(const AttentionParams& p, int64_t nq, const Partial<T>& part,
   save_statistics(nq, part, to);
 }
 
-// Second phase of a split head: its results joined in the order of the keys. `part` lends its row statistics.
+// Second phase of a split head: its results joined in the order of the keys. `part` lends its row
+// statistics.
 template <class T>
 void join_splits(const AttentionParams& p, const Problem& problem, int64_t h, void* buffer,
                  const Partial<T>& part) {

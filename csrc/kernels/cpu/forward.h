@@ -1,15 +1,17 @@
-// Fused attention forward: one query block against its key blocks with online softmax. Queries lie in lanes: Q^T is packed once
-// per block (scale folded in), K and V are read as scalar broadcasts from their own rows, the softmax runs down the columns of
-// S^T = K Q^T, and O^T += V^T P stays in scratch until the end.
+// Fused attention forward: one query block against its key blocks with online softmax. Queries lie
+// in lanes: Q^T is packed once per block (scale folded in), K and V are read as scalar broadcasts
+// from their own rows, the softmax runs down the columns of S^T = K Q^T, and O^T += V^T P stays in
+// scratch until the end.
 //
-// Passes of a (query block, key block) pair, one strip of up to three vectors of queries at a time, while K and V lie in L1/L2:
+// Passes of a (query block, key block) pair, one strip of up to three vectors of queries at a time,
+// while K and V lie in L1/L2:
 //   1 classify   hidden pairs of blocks are skipped, mixed ones carry a byte per pair
 //   2 S^T        product
 //   3 adjust     softcap, ALiBi, bias, masks; only where there is one
 //   4 softmax    running maximum and sum, P in place; dropout
 //   5 O^T        product, rescaled while its accumulators are loaded
-// Hidden values meet the sums as 0 * V. That is exact unless V is not finite, which the result shows: then the block is computed
-// again with every hidden pair left out of the sums (`careful`).
+// Hidden values meet the sums as 0 * V. That is exact unless V is not finite, which the result
+// shows: then the block is computed again with every hidden pair left out of the sums (`careful`).
 #pragma once
 
 #include "kernels/cpu/online_softmax.h"
@@ -22,10 +24,10 @@ struct Forward {
   const AttentionParams& p;
   Tile<T> tile;
   Partial<T> part;  // output O^T [Ev][kBlock]
-  T* query;   // Q^T [E][kBlock]
-  T* scores;  // S^T, then P^T [key][kBlock]
-  T* scale;   // [kBlock], what the sums of older keys shrink by
-  T* rows;    // K or V block where it cannot be read in place
+  T* query;         // Q^T [E][kBlock]
+  T* scores;        // S^T, then P^T [key][kBlock]
+  T* scale;         // [kBlock], what the sums of older keys shrink by
+  T* rows;          // K or V block where it cannot be read in place
   uint8_t* keep;
   bool in_place;
 
@@ -84,7 +86,8 @@ struct Forward {
     return rest == T{0};
   }
 
-  // The query block (i0, nq) of head h against `keys`, into `part`; computed again carefully if a hidden value was felt.
+  // The query block (i0, nq) of head h against `keys`, into `part`; computed again carefully if a
+  // hidden value was felt.
   void query_rows(const Problem& problem, int64_t h, int64_t i0, int64_t nq, KeyRange keys,
                   int64_t& visited) {
     tile.i0 = i0;
@@ -98,14 +101,14 @@ struct Forward {
     }
   }
 
-  // All key blocks of [keys.begin, keys.end) for the query block in `tile`. Returns whether a mixed block was met.
+  // All key blocks of [keys.begin, keys.end) for the query block in `tile`. Returns whether a mixed
+  // block was met.
   bool run(const Problem& problem, int64_t h, KeyRange keys, bool careful, int64_t& visited) {
     bool met_mixed = false;
     part.clear(p.v_size * kBlock);
     const int64_t step = key_block(problem.k_length);
-    const KeyRange hull = p.windowed()
-                              ? window_hull(p, problem, tile.i0, tile.i0 + tile.nq - 1)
-                              : KeyRange{0, problem.k_length};
+    const KeyRange hull = p.windowed() ? window_hull(p, problem, tile.i0, tile.i0 + tile.nq - 1)
+                                       : KeyRange{0, problem.k_length};
     const int64_t first = larger(keys.begin, hull.begin / step * step);
     const int64_t end = smaller(keys.end, hull.end);
     for (int64_t j0 = first; j0 < end; j0 += step) {
@@ -125,7 +128,8 @@ struct Forward {
     const int vectors = static_cast<int>(tile.lanes / W);
     note_seen(tile, part);
     if (p.dropout.threshold != 0) {
-      keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
+      keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep,
+                   kBlock);
     }
     const Operand<T> key = operand(p.key, problem, h, p.qk_size);
     if (in_place) {
@@ -136,9 +140,8 @@ struct Forward {
       });
       return;
     }
-    for_strips<kStripVectors>(vectors, [&]<int NV>(int v) {
-      probabilities<NV>(problem, h, key, v * W, adjust);
-    });
+    for_strips<kStripVectors>(
+        vectors, [&]<int NV>(int v) { probabilities<NV>(problem, h, key, v * W, adjust); });
     const Operand<T> value = operand(p.value, problem, h, p.v_size);  // takes the place of the keys
     for_strips<kStripVectors>(vectors, [&]<int NV>(int v) { values<NV>(value, v * W, careful); });
   }
@@ -150,7 +153,8 @@ struct Forward {
     if (keys.begin >= keys.end) return;
     multiply_panel<T, NV, Start::kZero, Read::kRows>(
         key.data + keys.begin * key.stride, key.stride, query + x, kBlock,
-        scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr, Band{});
+        scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr,
+        Band{});
     if (adjust) adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);
     softmax_strip<T, NV>(scores, scale, part, x, keys);
     if (p.dropout.threshold != 0) drop_strip<T, NV>(scores, keep, x, keys);

@@ -1,6 +1,7 @@
-// One tile of the backward pass: probabilities rebuilt from the row statistics, and dS = P (dP - delta), both as [key][query lane].
-// Shared by the gradients of query, key, value (backward.h) and of the bias (bias_gradient.h), for attention and for
-// attention weights, whose incoming gradient takes the place of dP.
+// One tile of the backward pass: probabilities rebuilt from the row statistics, and dS = P (dP -
+// delta), both as [key][query lane]. Shared by the gradients of query, key, value (backward.h) and
+// of the bias (bias_gradient.h), for attention and for attention weights, whose incoming gradient
+// takes the place of dP.
 #pragma once
 
 #include "kernels/cpu/tile.h"
@@ -11,9 +12,9 @@ namespace ATTENTION_EXT_TIER {
 // The query side of a block, packed once and used against many keys.
 template <class T>
 struct QueryBlock {
-  T* query;                    // scale Q^T [E][kBlock]
-  T* grad;                     // dO^T [Ev][kBlock]
-  T *lse, *residual, *delta;   // [kBlock]
+  T* query;                   // scale Q^T [E][kBlock]
+  T* grad;                    // dO^T [Ev][kBlock]
+  T *lse, *residual, *delta;  // [kBlock]
 
   AE_INLINE void allocate(Arena& arena, const BackwardParams& p) {
     query = arena.take<T>(p.qk_size * kBlock);
@@ -28,7 +29,8 @@ struct QueryBlock {
     transpose_in<T>(Rows(p.query, problem.batch, h, i, 0), nq, p.qk_size, static_cast<T>(p.scale),
                     query, kBlock);
     if (p.grad_output.defined()) {
-      transpose_in<T>(Rows(p.grad_output, problem.batch, h, i, 0), nq, p.v_size, T{1}, grad, kBlock);
+      transpose_in<T>(Rows(p.grad_output, problem.batch, h, i, 0), nq, p.v_size, T{1}, grad,
+                      kBlock);
     }
     for (int64_t x = 0; x < kBlock; ++x) {
       const bool real = x < nq;
@@ -63,13 +65,15 @@ struct GradientTile {
                     kBlock);
   }
 
-  // Both tiles for the classified block. want_grad: dS is needed; with_cap: dS goes through softcap's slope (it does for Q and K,
-  // not for the bias, which is added behind it). `statistic`, if given, loses the sum over keys of dS (without that slope).
+  // Both tiles for the classified block. want_grad: dS is needed; with_cap: dS goes through
+  // softcap's slope (it does for Q and K, not for the bias, which is added behind it). `statistic`,
+  // if given, loses the sum over keys of dS (without that slope).
   void compute(const BackwardParams& p, const Problem& problem, int64_t h, const QueryBlock<T>& q,
                const Operand<T>& key, const Operand<T>& value, bool want_grad, bool with_cap,
                T* statistic) {
     if (p.dropout.threshold != 0) {
-      keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
+      keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep,
+                   kBlock);
     }
     if (p.grad_weights.defined() && want_grad) load_weights_grad(p, problem, h);
     for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
@@ -121,7 +125,8 @@ struct GradientTile {
     }
   }
 
-  // P = exp((s - lse) - residual), dS = P (dP - delta). Hidden pairs are selected away, never multiplied by zero.
+  // P = exp((s - lse) - residual), dS = P (dP - delta). Hidden pairs are selected away, never
+  // multiplied by zero.
   template <int NV, bool kGeneral>
   __attribute__((noinline)) void finish(const BackwardParams& p, const QueryBlock<T>& q, int64_t x,
                                         KeyRange keys, bool want_grad, bool with_cap,

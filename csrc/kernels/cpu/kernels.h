@@ -1,24 +1,25 @@
-// The table of one tier's kernels, and the choice among tiers. Every kernel takes work items from a queue until it is empty, in
-// scratch of its own; whoever calls it brings the threads.
+// The table of one tier's kernels, and the choice among tiers. Every kernel takes work items from a
+// queue until it is empty, in scratch of its own; whoever calls it brings the threads.
 #pragma once
 
 #include "kernels/cpu/plan.h"
 
 namespace attention_ext::kernels {
 
-// Shared state of one backward call. Counters order the sums of dQ; `sums` holds the accumulation-type dQ of heads in flight where
-// the gradient itself has 16 bits.
+// Shared state of one backward call. Counters order the sums of dQ; `sums` holds the
+// accumulation-type dQ of heads in flight where the gradient itself has 16 bits.
 struct BackwardState {
-  std::atomic<int32_t>* added = nullptr;      // per query block of every head: ranges added so far
+  std::atomic<int32_t>* added = nullptr;       // per query block of every head: ranges added so far
   std::atomic<int32_t>* bias_added = nullptr;  // bias_turns(): (batch, head) pairs added so far
-  std::atomic<void*>* sums = nullptr;         // per (problem, head)
-  std::atomic<int32_t>* remaining = nullptr;  // per (problem, head): ranges not finished
+  std::atomic<void*>* sums = nullptr;          // per (problem, head)
+  std::atomic<int32_t>* remaining = nullptr;   // per (problem, head): ranges not finished
 };
 
 struct CpuKernels {
   const char* name;
 
-  // Attention forward. Items: query blocks x splits; then, if there are splits, (problem, head) pairs.
+  // Attention forward. Items: query blocks x splits; then, if there are splits, (problem, head)
+  // pairs.
   int64_t (*forward_items)(const AttentionParams&);
   int64_t (*forward_scratch)(const AttentionParams&);  // bytes
   void (*forward)(const AttentionParams&, void* partials, WorkQueue&, void* scratch);
@@ -26,11 +27,13 @@ struct CpuKernels {
 
   // delta = rowsum(dO * O) - dlse. Items: query blocks.
   void (*backward_delta)(const BackwardParams&, WorkQueue&);
-  // dQ, dK, dV, and the bias gradient if bias_with_keys(). Items: (problem, key/value head, key range), in this order.
+  // dQ, dK, dV, and the bias gradient if bias_with_keys(). Items: (problem, key/value head, key
+  // range), in this order.
   int64_t (*backward_items)(const BackwardParams&);
   int64_t (*backward_scratch)(const BackwardParams&);
   void (*backward)(const BackwardParams&, BackwardState&, WorkQueue&, void* scratch);
-  // The bias gradient, summed over the dimensions the bias broadcasts over. Items: tiles of the bias.
+  // The bias gradient, summed over the dimensions the bias broadcasts over. Items: tiles of the
+  // bias.
   int64_t (*bias_gradient_items)(const BackwardParams&);
   int64_t (*bias_gradient_scratch)(const BackwardParams&);
   void (*bias_gradient)(const BackwardParams&, WorkQueue&, void* scratch);
@@ -42,7 +45,8 @@ struct CpuKernels {
   int64_t (*weights_scratch)(const WeightsParams&);
   void (*weights)(const WeightsParams&, WorkQueue&, void* scratch);
 
-  // Multiply-adds per second of the tier, for benchmarks: runs `repeats` rounds and returns their floating-point operations.
+  // Multiply-adds per second of the tier, for benchmarks: runs `repeats` rounds and returns their
+  // floating-point operations.
   double (*fma_loop)(bool double_precision, int64_t repeats);
 };
 

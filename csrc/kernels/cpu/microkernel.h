@@ -1,6 +1,7 @@
-// Register-blocked products: C (M x NV vectors) (+)= A (M x K) B (K x NV vectors), with A read as scalar broadcasts from
-// wherever it lies (rows of K or V, or columns of a score tile) and B, C as whole vectors. The five products of attention are
-// all of this form. Every sum runs over k in ascending order from its first term, so tile shapes never change a bit.
+// Register-blocked products: C (M x NV vectors) (+)= A (M x K) B (K x NV vectors), with A read as
+// scalar broadcasts from wherever it lies (rows of K or V, or columns of a score tile) and B, C as
+// whole vectors. The five products of attention are all of this form. Every sum runs over k in
+// ascending order from its first term, so tile shapes never change a bit.
 #pragma once
 
 #include "kernels/cpu/simd.h"
@@ -8,13 +9,15 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
-// How the accumulators begin: from zero, from C, or from C scaled lane by lane (the rescaling of online softmax).
+// How the accumulators begin: from zero, from C, or from C scaled lane by lane (the rescaling of
+// online softmax).
 enum class Start { kZero, kAdd, kScale };
 // How A is read: A(i, k) = a[i * lda + k] (rows), or a[k * lda + i] (columns).
 enum class Read { kRows, kColumns };
 
-// One tile of MR rows and NV vectors. Few base pointers and constant multiples of one stride: gcc otherwise keeps a pointer per
-// row and spills (the file is compiled with -fno-ivopts for the same reason).
+// One tile of MR rows and NV vectors. Few base pointers and constant multiples of one stride: gcc
+// otherwise keeps a pointer per row and spills (the file is compiled with -fno-ivopts for the same
+// reason).
 template <class T, int MR, int NV, Start kStart, Read kRead>
 AE_INLINE void multiply_tile(const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
                              int64_t depth, const Vec<T>* scale) {
@@ -59,11 +62,11 @@ AE_INLINE void multiply_tile(const T* a, int64_t lda, const T* b, int64_t ldb, T
 
 // Rows of a full tile for NV vectors: 24 accumulators of 32 registers, 12 of 16.
 template <int NV>
-constexpr int kTileRows = kRegisters == 32 ? (NV == 1 ? 12 : 24 / NV)
-                                           : (NV == 1 ? 8 : 12 / NV);
+constexpr int kTileRows = kRegisters == 32 ? (NV == 1 ? 12 : 24 / NV) : (NV == 1 ? 8 : 12 / NV);
 
-// The part of the depth that a row tile needs, in a block that a window cuts: rows [i, i + n) use depths
-// [clamp(i + low), clamp(i + n - 1 + high)]. Outside windows low and high reach over everything.
+// The part of the depth that a row tile needs, in a block that a window cuts: rows [i, i + n) use
+// depths [clamp(i + low), clamp(i + n - 1 + high)]. Outside windows low and high reach over
+// everything.
 struct Band {
   int64_t low = -kUnbounded;
   int64_t high = kUnbounded;
@@ -71,8 +74,8 @@ struct Band {
 
 // C rows [0, rows) of NV vectors.
 template <class T, int NV, Start kStart, Read kRead>
-__attribute__((noinline)) void multiply_panel(const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
-                                              int64_t ldc, int64_t rows, int64_t depth,
+__attribute__((noinline)) void multiply_panel(const T* a, int64_t lda, const T* b, int64_t ldb,
+                                              T* c, int64_t ldc, int64_t rows, int64_t depth,
                                               const Vec<T>* scale, Band band) {
   constexpr int MR = kTileRows<NV>;
   int64_t i = 0;
@@ -83,8 +86,8 @@ __attribute__((noinline)) void multiply_panel(const T* a, int64_t lda, const T* 
     if (first < end || kStart != Start::kAdd) {
       const int64_t count = end > first ? end - first : 0;
       multiply_tile<T, R, NV, kStart, kRead>(
-          kRead == Read::kRows ? a + i * lda + first : a + first * lda + i, lda, b + first * ldb, ldb,
-          c + i * ldc, ldc, count, scale);
+          kRead == Read::kRows ? a + i * lda + first : a + first * lda + i, lda, b + first * ldb,
+          ldb, c + i * ldc, ldc, count, scale);
     }
     i += R;
   };
@@ -101,7 +104,8 @@ __attribute__((noinline)) void multiply_panel(const T* a, int64_t lda, const T* 
   if (rows - i >= 1) go.template operator()<1>();
 }
 
-// Calls f<NV>(first vector) for every strip of `vectors` vectors, strips of at most kMost and as even as they come.
+// Calls f<NV>(first vector) for every strip of `vectors` vectors, strips of at most kMost and as
+// even as they come.
 template <int kMost, class F>
 AE_INLINE void for_strips(int vectors, F&& f) {
   int v = 0;

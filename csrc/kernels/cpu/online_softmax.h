@@ -1,5 +1,5 @@
-// Online softmax over tiles of scores [key][query lane]: running maximum, sum and what they do to older sums. Shared by the forward
-// kernels.
+// Online softmax over tiles of scores [key][query lane]: running maximum, sum and what they do to
+// older sums. Shared by the forward kernels.
 #pragma once
 
 #include "kernels/cpu/tile.h"
@@ -7,8 +7,8 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
-// What is known of a query block after some of its keys: the unnormalised output (laid out as its kernel
-// likes), row maximum, row sum, and whether a key was visible.
+// What is known of a query block after some of its keys: the unnormalised output (laid out as its
+// kernel likes), row maximum, row sum, and whether a key was visible.
 template <class T>
 struct Partial {
   T* output;
@@ -30,9 +30,11 @@ struct Partial {
   }
 };
 
-// Running maximum and sum of lanes [x, x + NV vectors); scores become probabilities, `scale` what the sums of older keys shrink by.
+// Running maximum and sum of lanes [x, x + NV vectors); scores become probabilities, `scale` what
+// the sums of older keys shrink by.
 template <class T, int NV>
-AE_INLINE void softmax_strip(T* scores, T* scale, const Partial<T>& part, int64_t x, KeyRange keys) {
+AE_INLINE void softmax_strip(T* scores, T* scale, const Partial<T>& part, int64_t x,
+                             KeyRange keys) {
   constexpr int W = kLanes<T>;
   AE_UNROLL for (int v = 0; v < NV; ++v) {
     T* const s = scores + x + v * W;
@@ -45,7 +47,8 @@ AE_INLINE void softmax_strip(T* scores, T* scale, const Partial<T>& part, int64_
     }
     if (y < keys.end) even = max(even, load(s + y * kBlock));
     const Vec<T> most = max(even, odd);
-    // A row that has seen nothing finite yet keeps a maximum of -inf; its scores must not become NaN.
+    // A row that has seen nothing finite yet keeps a maximum of -inf; its scores must not become
+    // NaN.
     const Vec<T> base = select(equal(most, broadcast(-kInfinity<T>)), Vec<T>{}, most);
     Vec<T> sum_even{}, sum_odd{};
     for (y = keys.begin; y + 2 <= keys.end; y += 2) {

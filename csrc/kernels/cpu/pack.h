@@ -1,5 +1,6 @@
-// Between tensors of any stride and type and the scratch of a kernel: transposing and natural copies of blocks of rows, in the
-// accumulation type T (float for 16-bit and float tensors, double for double ones).
+// Between tensors of any stride and type and the scratch of a kernel: transposing and natural
+// copies of blocks of rows, in the accumulation type T (float for 16-bit and float tensors, double
+// for double ones).
 #pragma once
 
 #include "kernels/cpu/plan.h"
@@ -10,10 +11,14 @@ namespace ATTENTION_EXT_TIER {
 
 AE_INLINE int64_t element_size(ScalarType type) {
   switch (type) {
-    case ScalarType::kFloat64: return 8;
-    case ScalarType::kFloat32: return 4;
-    case ScalarType::kBool: return 1;
-    default: return 2;
+    case ScalarType::kFloat64:
+      return 8;
+    case ScalarType::kFloat32:
+      return 4;
+    case ScalarType::kBool:
+      return 1;
+    default:
+      return 2;
   }
 }
 
@@ -198,9 +203,8 @@ void copy_in(const Rows& rows, int64_t n, int64_t columns, T* out, int64_t ldo) 
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t j = 0; j < ldo; j += W) {
       store(out + i * ldo + j,
-            j < columns
-                ? load_piece<T>(rows.at(i, j), rows.type, rows.column_stride, columns - j)
-                : Vec<T>{});
+            j < columns ? load_piece<T>(rows.at(i, j), rows.type, rows.column_stride, columns - j)
+                        : Vec<T>{});
     }
   }
 }

@@ -1,5 +1,6 @@
-// How work is cut into blocks, splits and ranges: functions of the lengths, the kind of mask and the head group only, never of
-// batch, heads or threads, so that results do not depend on those. Used by the kernels and by the glue that sizes buffers.
+// How work is cut into blocks, splits and ranges: functions of the lengths, the kind of mask and
+// the head group only, never of batch, heads or threads, so that results do not depend on those.
+// Used by the kernels and by the glue that sizes buffers.
 #pragma once
 
 #include "kernels/params.h"
@@ -13,8 +14,9 @@ AE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 AE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 AE_INLINE int64_t blocks_of(int64_t length, int64_t block) { return (length + block - 1) / block; }
 
-// Blocks of at most 96 x 96 (a multiple of every register tile, and the best or within 1 % of the best of ten sizes on an AVX2
-// machine, in both directions), evened out so that no block is a sliver.
+// Blocks of at most 96 x 96 (a multiple of every register tile, and the best or within 1 % of the
+// best of ten sizes on an AVX2 machine, in both directions), evened out so that no block is a
+// sliver.
 constexpr int64_t kBlock = 96;
 
 AE_INLINE int64_t even_block(int64_t length, int64_t multiple) {
@@ -25,12 +27,13 @@ AE_INLINE int64_t even_block(int64_t length, int64_t multiple) {
 AE_INLINE int64_t query_block(int64_t length) { return even_block(length, 16); }
 AE_INLINE int64_t key_block(int64_t length) { return even_block(length, 8); }
 
-// Forward: a short query against many keys leaves too few query blocks to share among threads, so its keys are split. More rows
-// make enough blocks of their own.
+// Forward: a short query against many keys leaves too few query blocks to share among threads, so
+// its keys are split. More rows make enough blocks of their own.
 constexpr int64_t kSplitRows = 64;
 constexpr int64_t kSplitKeys = 1024;
 
-// Rows up to which a head's queries are so few that head sizes, not queries, fill the lanes (cpu/decode.h).
+// Rows up to which a head's queries are so few that head sizes, not queries, fill the lanes
+// (cpu/decode.h).
 constexpr int64_t kDecodeRows = 4;
 
 AE_INLINE bool decoding(const AttentionParams& p) {
@@ -44,21 +47,23 @@ AE_INLINE int64_t forward_splits(const AttentionParams& p) {
 AE_INLINE int64_t forward_split_keys(const AttentionParams& p) {
   return round_up(blocks_of(p.k_length, forward_splits(p)), key_block(p.k_length));
 }
-// One partial result, in elements of the accumulation type: output rows (L x Ev), then maximum, sum and seen per row.
+// One partial result, in elements of the accumulation type: output rows (L x Ev), then maximum, sum
+// and seen per row.
 AE_INLINE int64_t forward_partial_elements(const AttentionParams& p) {
   return p.q_length * (p.v_size + 3);
 }
 
-// Backward: the keys that one work item owns. Its dK and dV stay in scratch while it walks over the queries, and its dQ is added
-// in the order of the ranges. 512 keys keep the packing of the queries cheap; a window makes ranges unequal, so they are
-// shorter there (on an AVX2 machine one causal head of 2048 reached 61 % of peak with 1024, 88 % with 192). Several query heads
-// to one key head make more work of fewer items, so ranges shrink with the group.
+// Backward: the keys that one work item owns. Its dK and dV stay in scratch while it walks over the
+// queries, and its dQ is added in the order of the ranges. 512 keys keep the packing of the queries
+// cheap; a window makes ranges unequal, so they are shorter there (on an AVX2 machine one causal
+// head of 2048 reached 61 % of peak with 1024, 88 % with 192). Several query heads to one key head
+// make more work of fewer items, so ranges shrink with the group.
 AE_INLINE int64_t backward_range_blocks(const AttentionParams& p) {
   const int64_t wanted = p.windowed() ? 2 : 5, group = larger(1, p.group());
   return larger(1, wanted / smaller(group, 3));
 }
-// Keys of a range in a problem of `k_length` keys, and how many ranges every problem is given (the last ones of a short packed
-// sequence are empty).
+// Keys of a range in a problem of `k_length` keys, and how many ranges every problem is given (the
+// last ones of a short packed sequence are empty).
 AE_INLINE int64_t backward_range(const AttentionParams& p, int64_t k_length) {
   return key_block(k_length) * backward_range_blocks(p);
 }
@@ -66,9 +71,10 @@ AE_INLINE int64_t backward_ranges(const AttentionParams& p) {
   return larger(1, blocks_of(blocks_of(p.k_length, kBlock), backward_range_blocks(p)));
 }
 
-// Whether the pass over the keys adds the bias gradient on its way, in the order of batch and heads: it has dS at hand, which a pass over
-// the bias would have to compute again. Not where the bias broadcasts over rows or keys (the sum over them is small work for that
-// pass), where softcap's slope is already in dS, or where a window leaves out parts of the order.
+// Whether the pass over the keys adds the bias gradient on its way, in the order of batch and
+// heads: it has dS at hand, which a pass over the bias would have to compute again. Not where the
+// bias broadcasts over rows or keys (the sum over them is small work for that pass), where
+// softcap's slope is already in dS, or where a window leaves out parts of the order.
 AE_INLINE bool bias_with_keys(const BackwardParams& p) {
   return p.grad_bias.defined() && !p.windowed() && p.softcap == 0 &&
          (p.grad_query.defined() || p.grad_key.defined()) && p.grad_bias.batch_offsets == nullptr &&

@@ -1,6 +1,7 @@
-// The only place where instruction sets differ: vectors of the tier's width, their loads, fused multiply-add,
-// maximum, exponential, hyperbolic tangent, lane masks, transposes, 32-bit multiplies and 16-bit conversions.
-// Compiled once per tier (ATTENTION_EXT_TIER names the namespace); includes nothing of torch.
+// The only place where instruction sets differ: vectors of the tier's width, their loads, fused
+// multiply-add, maximum, exponential, hyperbolic tangent, lane masks, transposes, 32-bit multiplies
+// and 16-bit conversions. Compiled once per tier (ATTENTION_EXT_TIER names the namespace); includes
+// nothing of torch.
 #pragma once
 
 #include <cstdint>
@@ -105,7 +106,8 @@ AE_INLINE Vec<float> max(Vec<float> a, Vec<float> b) { return a > b ? a : b; }
 AE_INLINE Vec<double> max(Vec<double> a, Vec<double> b) { return a > b ? a : b; }
 AE_INLINE Vec<float> min(Vec<float> a, Vec<float> b) { return a < b ? a : b; }
 AE_INLINE Vec<double> min(Vec<double> a, Vec<double> b) { return a < b ? a : b; }
-// Adding and taking away 1.5 * 2^(mantissa bits) rounds to an integer; arguments here are below 2^11.
+// Adding and taking away 1.5 * 2^(mantissa bits) rounds to an integer; arguments here are below
+// 2^11.
 AE_INLINE Vec<float> round_even(Vec<float> a) { return (a + 12582912.f) - 12582912.f; }
 AE_INLINE Vec<double> round_even(Vec<double> a) {
   return (a + 6755399441055744.0) - 6755399441055744.0;
@@ -124,7 +126,8 @@ AE_INLINE Vec<double> times_power_of_two(Vec<double> a, Vec<double> n) {
 }
 #endif
 
-// ---- lane masks ------------------------------------------------------------------------------------------------
+// ---- lane masks
+// ------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
 template <class T>
@@ -238,10 +241,11 @@ AE_INLINE void mask_to_bytes(uint8_t* p, Mask<T> m) {
 }
 #endif
 
-// ---- exponential and hyperbolic tangent ------------------------------------------------------------------------
+// ---- exponential and hyperbolic tangent
+// ------------------------------------------------------------------------
 
-// 2^r = 1 + r q(r) on |r| <= 1/2; q is the Chebyshev interpolant. Relative error 5e-9 (degree 6) in float,
-// 8e-18 (degree 11) in double; 2^0 is exactly 1.
+// 2^r = 1 + r q(r) on |r| <= 1/2; q is the Chebyshev interpolant. Relative error 5e-9 (degree 6) in
+// float, 8e-18 (degree 11) in double; 2^0 is exactly 1.
 AE_INLINE Vec<float> exp2_minus_one_over(Vec<float> r) {
   Vec<float> q = broadcast(0.00015453162945120690f);
   q = fma(q, r, broadcast(0.0013390863364671234f));
@@ -286,8 +290,8 @@ struct ExpRange<double> {
   static constexpr double kLn2Low = 1.90821492927058770002e-10;
 };
 
-// log2(e) x = n + r, n an integer, |r| <= 1/2. Where products are fused a two-part log2(e) keeps all of r; elsewhere n ln 2 is taken
-// away exactly before the rest is scaled.
+// log2(e) x = n + r, n an integer, |r| <= 1/2. Where products are fused a two-part log2(e) keeps
+// all of r; elsewhere n ln 2 is taken away exactly before the rest is scaled.
 template <class T>
 struct Reduced {
   Vec<T> n, r;
@@ -314,8 +318,9 @@ AE_INLINE Vec<T> exp_vector(Vec<T> t) {
   return select(less(t, broadcast(R::kLowest)), Vec<T>{}, times_power_of_two(p, n));
 }
 
-// log x for positive normal x: x = 2^n m with m in [sqrt(1/2), sqrt(2)), log m = 2 artanh(f), f = (m - 1) / (m + 1), by its
-// series (|f| <= 0.172: 5 terms in float, 11 in double leave less than the rounding).
+// log x for positive normal x: x = 2^n m with m in [sqrt(1/2), sqrt(2)), log m = 2 artanh(f), f =
+// (m - 1) / (m + 1), by its series (|f| <= 0.172: 5 terms in float, 11 in double leave less than
+// the rounding).
 template <class T>
 AE_INLINE Vec<T> log_vector(Vec<T> x) {
   using I = IntOf<T>;
@@ -329,12 +334,14 @@ AE_INLINE Vec<T> log_vector(Vec<T> x) {
   const Vec<T> f = (m - T{1}) / (m + T{1});
   const Vec<T> f2 = f * f;
   Vec<T> series = broadcast(T{1} / T{2 * terms + 1});
-  AE_UNROLL for (int k = terms - 1; k >= 0; --k) series = fma(series, f2, broadcast(T{1} / T(2 * k + 1)));
+  AE_UNROLL for (int k = terms - 1; k >= 0; --k) series =
+      fma(series, f2, broadcast(T{1} / T(2 * k + 1)));
   const Vec<T> rest = fma(f + f, series, n * ExpRange<T>::kLn2Low);
   return fma(n, broadcast(ExpRange<T>::kLn2High), rest);
 }
 
-// tanh x = e / (e + 2) with e = exp(2|x|) - 1 formed without cancellation; sign restored; NaN for NaN.
+// tanh x = e / (e + 2) with e = exp(2|x|) - 1 formed without cancellation; sign restored; NaN for
+// NaN.
 template <class T>
 AE_INLINE Vec<T> tanh_vector(Vec<T> x) {
   const Vec<T> magnitude = max(-x, x);
@@ -346,7 +353,8 @@ AE_INLINE Vec<T> tanh_vector(Vec<T> x) {
   return select(less(x, Vec<T>{}), -y, y);
 }
 
-// ---- transposes ------------------------------------------------------------------------------------------------
+// ---- transposes
+// ------------------------------------------------------------------------------------------------
 
 template <int D, bool kSecond, class V, size_t... I>
 AE_INLINE V exchange(V a, V b, std::index_sequence<I...>) {
@@ -387,7 +395,8 @@ AE_INLINE void transpose_bytes(Bytes16 (&rows)[16]) {
   }
 }
 
-// ---- 64-bit products of 32-bit halves (Philox) -------------------------------------------------------------------
+// ---- 64-bit products of 32-bit halves (Philox)
+// -------------------------------------------------------------------
 
 // The product of the low 32 bits of every 64-bit lane; the high halves are ignored.
 AE_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
@@ -402,7 +411,8 @@ AE_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
 #endif
 }
 
-// ---- 16-bit numbers --------------------------------------------------------------------------------------------
+// ---- 16-bit numbers
+// --------------------------------------------------------------------------------------------
 
 AE_INLINE float bfloat16_to_float(uint16_t x) {
   const uint32_t bits = uint32_t{x} << 16;

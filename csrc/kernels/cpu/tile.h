@@ -1,5 +1,6 @@
-// One tile (query block x key block): which pairs are visible, the bias that goes onto its scores, and the passes that turn
-// plain products into scores. Everything lies as [key][query lane], like the scores. Shared by all kernels.
+// One tile (query block x key block): which pairs are visible, the bias that goes onto its scores,
+// and the passes that turn plain products into scores. Everything lies as [key][query lane], like
+// the scores. Shared by all kernels.
 #pragma once
 
 #include "kernels/cpu/dropout.h"
@@ -172,8 +173,7 @@ struct Classifier {
     if (seen.hidden) {
       start();
       for (int64_t y = 0; y < t.nk; ++y) {
-        const bool on =
-            p.key_mask_is_bool ? *mask.at(0, y) != 0 : t.key_bias[y] != -kInfinity<T>;
+        const bool on = p.key_mask_is_bool ? *mask.at(0, y) != 0 : t.key_bias[y] != -kInfinity<T>;
         if (!on) hide_key(y);
       }
     }
@@ -184,7 +184,8 @@ struct Classifier {
     t.windowed = false;
     if (!p.windowed()) return;
     t.window = window_bounds(p, problem, t.i0, t.j0);
-    // Every row sees every key iff the last row's lower and the first row's upper bound reach over the tile.
+    // Every row sees every key iff the last row's lower and the first row's upper bound reach over
+    // the tile.
     if (t.nq - 1 + t.window.low <= 0 && t.window.high >= t.nk - 1) return;
     t.windowed = true;
     start();
@@ -227,7 +228,8 @@ struct Classifier {
   }
 };
 
-// What of the tile at (i0, nq) x (j0, nk) is visible; loads its bias on the way. Cheap reasons come first.
+// What of the tile at (i0, nq) x (j0, nk) is visible; loads its bias on the way. Cheap reasons come
+// first.
 template <class T>
 Visibility classify(const AttentionParams& p, const Problem& problem, int64_t h, Tile<T>& t) {
   t.mixed = t.has_bias = t.has_key_bias = false;
@@ -250,7 +252,8 @@ Visibility classify(const AttentionParams& p, const Problem& problem, int64_t h,
   return Visibility::kMixed;
 }
 
-// ---- passes over scores of lanes [x, x + NV vectors), keys [keys.begin, keys.end) ---------------------------------
+// ---- passes over scores of lanes [x, x + NV vectors), keys [keys.begin, keys.end)
+// ---------------------------------
 
 template <class T, int NV, class F>
 AE_INLINE void for_scores(T* s, int64_t lds, KeyRange keys, F&& f) {
@@ -268,7 +271,8 @@ AE_INLINE bool needs_adjusting(const AttentionParams& p, const Tile<T>& t) {
   return t.mixed || t.has_bias || t.has_key_bias || p.softcap > 0 || p.alibi_slopes != nullptr;
 }
 
-// scale * dot -> softcap -> ALiBi -> bias + key mask -> -inf where hidden. `slope` of softcap (1 - tanh^2), if wanted, goes to cap.
+// scale * dot -> softcap -> ALiBi -> bias + key mask -> -inf where hidden. `slope` of softcap (1 -
+// tanh^2), if wanted, goes to cap.
 template <class T, int NV>
 __attribute__((noinline)) void adjust_scores(const AttentionParams& p, const Problem& problem,
                                              int64_t h, const Tile<T>& t, int64_t x, T* s,

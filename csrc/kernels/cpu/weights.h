@@ -1,5 +1,6 @@
-// Attention weights rebuilt from the row statistics, P = exp((s - lse) - residual) after dropout: per head, or averaged over the
-// heads in scratch, so that (B, H, L, S) exists only if the caller asked for it.
+// Attention weights rebuilt from the row statistics, P = exp((s - lse) - residual) after dropout:
+// per head, or averaged over the heads in scratch, so that (B, H, L, S) exists only if the caller
+// asked for it.
 #pragma once
 
 #include "kernels/cpu/tile.h"
@@ -84,7 +85,8 @@ struct Weights {
     if (keys.begin >= keys.end) return;
     multiply_panel<T, NV, Start::kZero, Read::kRows>(
         key.data + keys.begin * key.stride, key.stride, query + x, kBlock,
-        scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr, Band{});
+        scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr,
+        Band{});
     if (needs_adjusting(p, tile)) {
       adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);
     }
@@ -92,7 +94,8 @@ struct Weights {
     const T rescale = static_cast<T>(p.dropout.rescale);
     for_scores<T, NV>(to + x, kBlock, keys, [&](Vec<T> sum, int64_t y, int64_t lane) {
       const int64_t at = y * kBlock + x + lane;
-      Vec<T> prob = exp_vector<T>((load(scores + at) - load(lse + x + lane)) - load(residual + x + lane));
+      Vec<T> prob =
+          exp_vector<T>((load(scores + at) - load(lse + x + lane)) - load(residual + x + lane));
       if (tile.mixed) prob = select(mask_from_bytes<T>(tile.visible + at), prob, Vec<T>{});
       if (drop) prob = select(mask_from_bytes<T>(keep + at), prob * rescale, Vec<T>{});
       return sum + prob;

@@ -1,7 +1,8 @@
 // Entry points of the backward kernels of one tier. Compiled once per tier.
+#include "kernels/cpu/backward.h"
+
 #include <cmath>
 
-#include "kernels/cpu/backward.h"
 #include "kernels/cpu/bias_gradient.h"
 #include "kernels/cpu/tiers/entries.h"
 

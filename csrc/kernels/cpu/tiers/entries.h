@@ -1,4 +1,5 @@
-// Declares the entry points of the tier being compiled; tiers/table.cpp puts them into its CpuKernels.
+// Declares the entry points of the tier being compiled; tiers/table.cpp puts them into its
+// CpuKernels.
 #pragma once
 
 #include "kernels/cpu/kernels.h"

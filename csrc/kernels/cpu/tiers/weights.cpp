@@ -1,4 +1,5 @@
-// Entry points of the weights kernel of one tier, and the tier's FMA loop for benchmarks. Compiled once per tier.
+// Entry points of the weights kernel of one tier, and the tier's FMA loop for benchmarks. Compiled
+// once per tier.
 #include "kernels/cpu/weights.h"
 
 #include "kernels/cpu/tiers/entries.h"
@@ -28,7 +29,8 @@ void run(const WeightsParams& p, WorkQueue& queue, void* memory) {
   }
 }
 
-// Sixteen independent chains of fused multiply-adds, enough to hide their latency; the operations they performed.
+// Sixteen independent chains of fused multiply-adds, enough to hide their latency; the operations
+// they performed.
 template <class T>
 double fma_chains(int64_t repeats) {
   constexpr int kChains = kRegisters == 32 ? 16 : 12;
