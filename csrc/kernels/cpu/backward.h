@@ -85,8 +85,7 @@ struct Backward {
 
   void item(BackwardState& state, WorkQueue& queue, int64_t index, int64_t& visited) {
     const int64_t ranges = backward_ranges(p);
-    const int64_t n = index / (ranges * p.kv_heads), g = index / ranges % p.kv_heads;
-    const int64_t r = index % ranges;
+    const auto [n, g, r] = range_index(p, index);
     const Problem problem = p.problem(n);
     const int64_t size = backward_range(p, problem.k_length);
     const int64_t k_begin = smaller(problem.k_length, r * size);

@@ -58,17 +58,36 @@ AE_INLINE int64_t forward_partial_elements(const AttentionParams& p) {
 // cheap; a window makes ranges unequal, so they are shorter there (on an AVX2 machine one causal
 // head of 2048 reached 61 % of peak with 1024, 88 % with 192). Several query heads to one key head
 // make more work of fewer items, so ranges shrink with the group.
-AE_INLINE int64_t backward_range_blocks(const AttentionParams& p) {
+AE_INLINE int64_t backward_range_blocks(const AttentionParams& p) {  // at most
   const int64_t wanted = p.windowed() ? 2 : 5, group = larger(1, p.group());
   return larger(1, wanted / smaller(group, 3));
 }
-// Keys of a range in a problem of `k_length` keys, and how many ranges every problem is given (the
-// last ones of a short packed sequence are empty).
+// Keys of a range in a problem of `k_length` keys: even ranges, since neighbours may wait for each
+// other.
 AE_INLINE int64_t backward_range(const AttentionParams& p, int64_t k_length) {
-  return key_block(k_length) * backward_range_blocks(p);
+  const int64_t block = key_block(k_length), blocks = larger(1, blocks_of(k_length, block));
+  const int64_t ranges = blocks_of(blocks, backward_range_blocks(p));
+  return block * blocks_of(blocks, ranges);
 }
+// How many ranges every problem is given; the last ones of a short packed sequence are empty.
 AE_INLINE int64_t backward_ranges(const AttentionParams& p) {
   return larger(1, blocks_of(blocks_of(p.k_length, kBlock), backward_range_blocks(p)));
+}
+
+// Work items of the pass over the keys. Ranges of one head wait for each other, so a few heads take
+// turns: all their first ranges, then all their second ones. One head alone runs its ranges side by
+// side, each a query block behind the one before.
+constexpr int64_t kHeadsInFlight = 8;
+
+struct RangeIndex {
+  int64_t problem, kv_head, range;
+};
+AE_INLINE RangeIndex range_index(const AttentionParams& p, int64_t item) {
+  const int64_t ranges = backward_ranges(p);
+  const int64_t first = item / (kHeadsInFlight * ranges) * kHeadsInFlight;
+  const int64_t heads = smaller(kHeadsInFlight, p.problems * p.kv_heads - first);
+  const int64_t rest = item - first * ranges, head = first + rest % heads;
+  return {head / p.kv_heads, head % p.kv_heads, rest / heads};
 }
 
 // Whether the pass over the keys adds the bias gradient on its way, in the order of batch and
