@@ -60,7 +60,9 @@ class SharedState {
 at::Tensor prepare_bias_grad(kernels::BackwardParams& p, const at::Tensor& bias,
                              const CallShape& shape, const at::TensorOptions& exact,
                              ParamsStorage& storage) {
-  at::Tensor grad = at::zeros(bias.sizes(), exact);
+  // With no batch or no heads nobody writes it.
+  const bool written = shape.batch * shape.heads > 0;
+  at::Tensor grad = written ? at::empty(bias.sizes(), exact) : at::zeros(bias.sizes(), exact);
   p.grad_bias = make_view(grad, shape.batch_sizes, storage);
   // Every element has a place: dimensions of size 1 are told by bias_size.
   p.bias_size[0] =

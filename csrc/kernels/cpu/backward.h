@@ -104,7 +104,8 @@ struct Backward {
             !wait_for(bias_turn(state, problem, h, b, r), bias_place(problem, h), queue)) {
           return;
         }
-        query_rows(problem, h, i0, nq, {k_begin, k_end}, visited);
+        query_rows(problem, h, i0, nq, {k_begin, k_end}, want_bias && bias_place(problem, h) == 0,
+                   visited);
         if (want_bias) pass_on(bias_turn(state, problem, h, b, r), bias_place(problem, h));
         if (!add_in_turn(state, queue, problem, h, i0, nq, b, r - t.first, t.end - t.first)) return;
       }
@@ -113,9 +114,10 @@ struct Backward {
     release_sums(state, problem, g, ranges);
   }
 
-  // The products of one query block with the keys of the range.
+  // The products of one query block with the keys of the range. `first_of_bias`: nobody has written
+  // this part of the bias gradient yet.
   void query_rows(const Problem& problem, int64_t h, int64_t i0, int64_t nq, KeyRange keys,
-                  int64_t& visited) {
+                  bool first_of_bias, int64_t& visited) {
     __builtin_memset(query_grad, 0, nq * e_padded * sizeof(T));
     __builtin_memset(statistic, 0, kBlock * sizeof(T));
     Tile<T>& tile = gradient.tile;
@@ -130,7 +132,13 @@ struct Backward {
     for (int64_t j0 = keys.begin; j0 < keys.end; j0 += step) {
       tile.j0 = j0;
       tile.nk = smaller(step, problem.k_length - j0);
-      if (classify<T>(p, problem, h, tile) == Visibility::kHidden) continue;
+      if (classify<T>(p, problem, h, tile) == Visibility::kHidden) {
+        if (first_of_bias) {
+          __builtin_memset(gradient.scores_grad, 0, tile.nk * kBlock * sizeof(T));
+          add_to_bias(problem, h, /*first=*/true);
+        }
+        continue;
+      }
       ++visited;
       if (!have_queries) {
         have_queries = true;
@@ -140,10 +148,17 @@ struct Backward {
       gradient.compute(p, problem, h, packed, {key, e_padded}, {value, ev_padded}, want_scores,
                        /*with_cap=*/true, want_statistic ? statistic : nullptr);
       products(j0 - k_begin, tile.mixed && !(finite_queries && finite_keys));
-      if (want_bias) {
-        transpose_add<T>(gradient.scores_grad, kBlock, nq, tile.nk,
-                         Rows(p.grad_bias, problem.batch, h, i0, j0));
-      }
+      if (want_bias) add_to_bias(problem, h, first_of_bias);
+    }
+  }
+
+  AE_INLINE void add_to_bias(const Problem& problem, int64_t h, bool first) {
+    const Tile<T>& tile = gradient.tile;
+    const Rows rows(p.grad_bias, problem.batch, h, tile.i0, tile.j0);
+    if (first) {
+      transpose_out<T>(gradient.scores_grad, kBlock, nullptr, tile.nq, tile.nk, rows);
+    } else {
+      transpose_add<T>(gradient.scores_grad, kBlock, tile.nq, tile.nk, rows);
     }
   }
 

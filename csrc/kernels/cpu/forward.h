@@ -30,6 +30,7 @@ struct Forward {
   T* rows;          // K or V block where it cannot be read in place
   uint8_t* keep;
   bool in_place;
+  bool fresh;  // nothing has been added to the output yet
 
   static constexpr int W = kLanes<T>;
 
@@ -101,11 +102,17 @@ struct Forward {
     }
   }
 
+  AE_INLINE void clear_output() {
+    __builtin_memset(part.output, 0, p.v_size * kBlock * sizeof(T));
+    fresh = false;
+  }
+
   // All key blocks of [keys.begin, keys.end) for the query block in `tile`. Returns whether a mixed
   // block was met.
   bool run(const Problem& problem, int64_t h, KeyRange keys, bool careful, int64_t& visited) {
     bool met_mixed = false;
-    part.clear(p.v_size * kBlock);
+    part.clear(0);
+    fresh = true;
     const int64_t step = key_block(problem.k_length);
     const KeyRange hull = p.windowed() ? window_hull(p, problem, tile.i0, tile.i0 + tile.nq - 1)
                                        : KeyRange{0, problem.k_length};
@@ -118,8 +125,12 @@ struct Forward {
       if (visibility == Visibility::kHidden) continue;
       met_mixed |= tile.mixed;
       ++visited;
+      // The first block starts the output from zero; under a window it may leave out whole strips.
+      if (fresh && (tile.windowed || careful)) clear_output();
       block(problem, h, careful && tile.mixed);
+      fresh = false;
     }
+    if (fresh) clear_output();
     return met_mixed;
   }
 
@@ -167,9 +178,10 @@ struct Forward {
     Vec<T> shrink[NV];
     AE_UNROLL for (int v = 0; v < NV; ++v) shrink[v] = load(scale + x + v * W);
     if (careful) return careful_product<NV>(value, x, keys, shrink);
-    multiply_panel<T, NV, Start::kScale, Read::kColumns>(
-        value.data + keys.begin * value.stride, value.stride, scores + keys.begin * kBlock + x,
-        kBlock, part.output + x, kBlock, p.v_size, keys.end - keys.begin, shrink, Band{});
+    const auto product = fresh ? multiply_panel<T, NV, Start::kZero, Read::kColumns>
+                               : multiply_panel<T, NV, Start::kScale, Read::kColumns>;
+    product(value.data + keys.begin * value.stride, value.stride, scores + keys.begin * kBlock + x,
+            kBlock, part.output + x, kBlock, p.v_size, keys.end - keys.begin, shrink, Band{});
   }
 };
 

@@ -129,24 +129,63 @@ AE_INLINE bool readable_in_place(const View& view) {
          view.type == (sizeof(T) == 8 ? ScalarType::kFloat64 : ScalarType::kFloat32);
 }
 
+// Reads or writes a square of n x columns elements as W vectors. `direct` rows have the
+// accumulation type and adjacent columns: a whole square of them needs no decisions.
+template <class T>
+AE_INLINE bool direct_rows(const Rows& rows) {
+  return rows.column_stride == 1 &&
+         rows.type == (sizeof(T) == 8 ? ScalarType::kFloat64 : ScalarType::kFloat32);
+}
+template <class T>
+AE_INLINE void load_square(const Rows& rows, bool direct, int64_t i0, int64_t n, int64_t j0,
+                           int64_t columns, Vec<T> (&square)[kLanes<T>]) {
+  constexpr int W = kLanes<T>;
+  if (direct && i0 + W <= n && j0 + W <= columns) {
+    const T* const at = reinterpret_cast<const T*>(rows.at(i0, j0));
+    AE_UNROLL for (int i = 0; i < W; ++i) square[i] = load(at + i * rows.row_stride);
+    return;
+  }
+  for (int i = 0; i < W; ++i) {
+    square[i] =
+        i0 + i < n ? load_piece<T>(rows.at(i0 + i, j0), rows.type, rows.column_stride, columns - j0)
+                   : Vec<T>{};
+  }
+}
+template <class T>
+AE_INLINE void store_square(const Rows& rows, bool direct, int64_t i0, int64_t n, int64_t j0,
+                            int64_t columns, const Vec<T> (&square)[kLanes<T>]) {
+  constexpr int W = kLanes<T>;
+  if (direct && i0 + W <= n && j0 + W <= columns) {
+    T* const at = reinterpret_cast<T*>(rows.at(i0, j0));
+    AE_UNROLL for (int i = 0; i < W; ++i) store(at + i * rows.row_stride, square[i]);
+    return;
+  }
+  for (int i = 0; i < W && i0 + i < n; ++i) {
+    store_piece<T>(rows.at(i0 + i, j0), rows.type, rows.column_stride, columns - j0, square[i]);
+  }
+}
+// The same of scratch [column][ld], where whole vectors of rows may be read or written and only
+// columns end.
+template <class T>
+AE_INLINE void load_columns(const T* in, int64_t ldi, int64_t rest, Vec<T> (&square)[kLanes<T>]) {
+  AE_UNROLL for (int j = 0; j < kLanes<T>; ++j) square[j] =
+      j < rest ? load(in + j * ldi) : Vec<T>{};
+}
+
 // out[j][i] = factor * rows[i][j] for i < n, j < columns; lanes n.. up to a whole vector are zero.
 template <class T>
 void transpose_in(const Rows& rows, int64_t n, int64_t columns, T factor, T* out, int64_t ldo) {
   constexpr int W = kLanes<T>;
+  const bool direct = direct_rows<T>(rows);
   for (int64_t i0 = 0; i0 < n; i0 += W) {
     for (int64_t j0 = 0; j0 < columns; j0 += W) {
       Vec<T> square[W];
-      AE_UNROLL for (int i = 0; i < W; ++i) {
-        square[i] = i0 + i < n ? load_piece<T>(rows.at(i0 + i, j0), rows.type, rows.column_stride,
-                                               columns - j0) *
-                                     factor
-                               : Vec<T>{};
-      }
+      load_square<T>(rows, direct, i0, n, j0, columns, square);
       transpose_square<T>(square);
       T* target = out + j0 * ldo + i0;
       const int64_t last = columns - j0;
       AE_UNROLL for (int j = 0; j < W; ++j) {
-        if (j < last) store(target + j * ldo, square[j]);
+        if (j < last) store(target + j * ldo, square[j] * factor);
       }
     }
   }
@@ -157,19 +196,15 @@ template <class T>
 void transpose_out(const T* in, int64_t ldi, const T* scale, int64_t n, int64_t columns,
                    const Rows& out) {
   constexpr int W = kLanes<T>;
+  const bool direct = direct_rows<T>(out);
   for (int64_t i0 = 0; i0 < n; i0 += W) {
     const Vec<T> factor = scale != nullptr ? load(scale + i0) : broadcast(T{1});
     for (int64_t j0 = 0; j0 < columns; j0 += W) {
       Vec<T> square[W];
-      AE_UNROLL for (int j = 0; j < W; ++j) {
-        square[j] = j0 + j < columns ? load(in + (j0 + j) * ldi + i0) * factor : Vec<T>{};
-      }
+      load_columns<T>(in + j0 * ldi + i0, ldi, columns - j0, square);
+      AE_UNROLL for (int j = 0; j < W; ++j) square[j] *= factor;
       transpose_square<T>(square);
-      AE_UNROLL for (int i = 0; i < W; ++i) {
-        if (i0 + i < n) {
-          store_piece<T>(out.at(i0 + i, j0), out.type, out.column_stride, columns - j0, square[i]);
-        }
-      }
+      store_square<T>(out, direct, i0, n, j0, columns, square);
     }
   }
 }
@@ -178,20 +213,15 @@ void transpose_out(const T* in, int64_t ldi, const T* scale, int64_t n, int64_t 
 template <class T>
 void transpose_add(const T* in, int64_t ldi, int64_t n, int64_t columns, const Rows& out) {
   constexpr int W = kLanes<T>;
+  const bool direct = direct_rows<T>(out);
   for (int64_t i0 = 0; i0 < n; i0 += W) {
     for (int64_t j0 = 0; j0 < columns; j0 += W) {
-      Vec<T> square[W];
-      AE_UNROLL for (int j = 0; j < W; ++j) {
-        square[j] = j0 + j < columns ? load(in + (j0 + j) * ldi + i0) : Vec<T>{};
-      }
+      Vec<T> square[W], sums[W];
+      load_columns<T>(in + j0 * ldi + i0, ldi, columns - j0, square);
       transpose_square<T>(square);
-      const int64_t rest = columns - j0;
-      AE_UNROLL for (int i = 0; i < W; ++i) {
-        if (i0 + i >= n) continue;
-        char* const at = out.at(i0 + i, j0);
-        store_piece<T>(at, out.type, out.column_stride, rest,
-                       square[i] + load_piece<T>(at, out.type, out.column_stride, rest));
-      }
+      load_square<T>(out, direct, i0, n, j0, columns, sums);
+      AE_UNROLL for (int i = 0; i < W; ++i) sums[i] += square[i];
+      store_square<T>(out, direct, i0, n, j0, columns, sums);
     }
   }
 }
