@@ -33,7 +33,7 @@ struct Decode {
       if (arena.memory != nullptr) part[g] = one;
     }
     scores = arena.take<T>(kBlock * kBlock);
-    lines = arena.take<T>(kDecodeRows * kBlock);
+    lines = arena.take<T>(p.group() * p.q_length * kBlock);
     key_rows = arena.take<T>(in_lanes(p.key, p.qk_size) ? 0 : kBlock * e_padded);
     value_rows = arena.take<T>(in_lanes(p.value, p.v_size) ? 0 : kBlock * ev_padded);
     keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
@@ -73,13 +73,51 @@ struct Decode {
       Operand<T> key{nullptr, 0}, value{nullptr, 0};
       for (int64_t n = 0; n < group; ++n) {
         if (classify<T>(p, problem, g * group + n, tile) == Visibility::kHidden) continue;
-        ++visited;
         if (key.data == nullptr) {
           key = operand(p.key, problem, g, p.qk_size, key_rows);
           value = operand(p.value, problem, g, p.v_size, value_rows);
         }
+        if (n == 0 && alike() && !tile.mixed) {
+          together(key, value);
+          visited += group;
+          break;
+        }
+        ++visited;
         head(problem, g * group + n, part[n], query + n * rows * e_padded, key, value);
       }
+    }
+  }
+
+  // Whether nothing tells the heads of a group, or their keys, apart.
+  AE_INLINE bool alike() const {
+    return !p.attn_mask.defined() && !p.attn_bias.defined() && !p.key_mask.defined() &&
+           p.softcap == 0 && p.alibi_slopes == nullptr && p.dropout.threshold == 0;
+  }
+
+  // A visible tile without options for all rows of the group: four rows share a reading of the
+  // keys, two one of the values.
+  void together(const Operand<T>& key, const Operand<T>& value) {
+    const int64_t count = p.group() * p.q_length;
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4) dots<4>(query + r * e_padded, key, lines + r * kBlock);
+    for (; r < count; ++r) dots<1>(query + r * e_padded, key, lines + r * kBlock);
+    for (int64_t n = 0; n < p.group(); ++n) note_seen(tile, part[n]);
+    T shrink[2];
+    T* output[2];
+    auto prepare = [&](int64_t row, int place) {
+      const Partial<T>& one = part[row / p.q_length];
+      const int64_t x = row % p.q_length;
+      shrink[place] = softmax_line(lines + row * kBlock, one, x);
+      output[place] = one.output + x * ev_padded;
+    };
+    for (r = 0; r + 2 <= count; r += 2) {
+      prepare(r, 0);
+      prepare(r + 1, 1);
+      values<2>(value, 0, lines + r * kBlock, shrink, output);
+    }
+    if (r < count) {
+      prepare(r, 0);
+      values<1>(value, 0, lines + r * kBlock, shrink, output);
     }
   }
 
@@ -90,7 +128,7 @@ struct Decode {
     if (drop) {
       keep_tile<T>(p.dropout, problem.index, h, 0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
     }
-    for (int64_t x = 0; x < tile.nq; ++x) dots(q + x * e_padded, key, lines + x * kBlock);
+    for (int64_t x = 0; x < tile.nq; ++x) dots<1>(q + x * e_padded, key, lines + x * kBlock);
     if (needs_adjusting(p, tile)) adjust(problem, h);
     for (int64_t x = 0; x < tile.nq; ++x) {
       T* const line = lines + x * kBlock;
@@ -98,7 +136,8 @@ struct Decode {
       for (int64_t y = 0; drop && y < tile.nk; ++y) {
         if (keep[y * kBlock + x] == 0) line[y] = T{0};
       }
-      values(value, x, line, shrink, one.output + x * ev_padded);
+      T* const output = one.output + x * ev_padded;
+      values<1>(value, x, line, &shrink, &output);
     }
   }
 
@@ -142,58 +181,81 @@ struct Decode {
     return shrink;
   }
 
-  // line[y] = q . key y: two keys at a time with two sums each, W sums turned into scores together.
-  AE_INLINE void dots(const T* q, const Operand<T>& key, T* line) {
+  // lines[r][y] = row r of q . key y: a few keys and NR rows in flight, W sums turned into scores
+  // together.
+  template <int NR>
+  AE_INLINE void dots(const T* q, const Operand<T>& key, T* to) {
+    constexpr int kKeys = NR == 1 ? 4 : 2;
     for (int64_t y0 = 0; y0 < tile.nk; y0 += W) {
-      Vec<T> sums[W] = {};
-      for (int y = 0; y < W; y += 2) {
-        if (y0 + y >= tile.nk) break;
-        const T* const a = key.data + (y0 + y) * key.stride;
-        const T* const b = y0 + y + 1 < tile.nk ? a + key.stride : a;
-        Vec<T> first[2] = {}, second[2] = {};
-        int64_t e = 0;
-        for (; e + 2 * W <= e_padded; e += 2 * W) {
-          const Vec<T> left = load(q + e), right = load(q + e + W);
-          first[0] = fma(left, load(a + e), first[0]);
-          second[0] = fma(left, load(b + e), second[0]);
-          first[1] = fma(right, load(a + e + W), first[1]);
-          second[1] = fma(right, load(b + e + W), second[1]);
+      Vec<T> sums[NR][W] = {};
+      for (int y = 0; y < W && y0 + y < tile.nk; y += kKeys) {
+        const T* at[kKeys];  // keys behind the last one repeat it
+        AE_UNROLL for (int n = 0; n < kKeys; ++n) {
+          at[n] = key.data + smaller(y0 + y + n, tile.nk - 1) * key.stride;
         }
-        if (e < e_padded) {
-          first[0] = fma(load(q + e), load(a + e), first[0]);
-          second[0] = fma(load(q + e), load(b + e), second[0]);
+        Vec<T> sum[kKeys][NR] = {};
+        for (int64_t e = 0; e < e_padded; e += W) {
+          Vec<T> left[NR];
+          AE_UNROLL for (int r = 0; r < NR; ++r) left[r] = load(q + r * e_padded + e);
+          AE_UNROLL for (int n = 0; n < kKeys; ++n) {
+            const Vec<T> right = load(at[n] + e);
+            AE_UNROLL for (int r = 0; r < NR; ++r) sum[n][r] = fma(left[r], right, sum[n][r]);
+          }
         }
-        sums[y] = first[0] + first[1];
-        sums[y + 1] = second[0] + second[1];
+        AE_UNROLL for (int n = 0; n < kKeys; ++n) {
+          if (y + n < W) {
+            AE_UNROLL for (int r = 0; r < NR; ++r) sums[r][y + n] = sum[n][r];
+          }
+        }
       }
-      transpose_square<T>(sums);
-      AE_UNROLL for (int step = W / 2; step > 0; step /= 2) {
-        AE_UNROLL for (int k = 0; k < step; ++k) sums[k] += sums[k + step];
+      for (int r = 0; r < NR; ++r) {
+        transpose_square<T>(sums[r]);
+        AE_UNROLL for (int step = W / 2; step > 0; step /= 2) {
+          AE_UNROLL for (int k = 0; k < step; ++k) sums[r][k] += sums[r][k + step];
+        }
+        store(to + r * kBlock + y0, sums[r][0]);
       }
-      store(line + y0, sums[0]);
     }
   }
 
-  // O row = shrink * O row + sum of visible p V, eight vectors of it at a time. Hidden keys are
-  // left out, so what they hold is never felt.
-  AE_INLINE void values(const Operand<T>& value, int64_t x, const T* line, T shrink, T* output) {
+  // O rows = shrink * O rows + sum of visible p V, some vectors of them at a time. Hidden keys are
+  // left out, so what they hold is never felt; x is the lane that tells them, for a single row.
+  template <int NR>
+  AE_INLINE void values(const Operand<T>& value, int64_t x, const T* line, const T* shrink,
+                        T* const* output) {
+    constexpr int kMost = NR == 1 || kRegisters == 32 ? 8 : 4;
     int64_t e = 0;
-    for (; e + 8 * W <= ev_padded; e += 8 * W) value_vectors<8>(value, x, line, shrink, e, output);
-    for (; e + 4 * W <= ev_padded; e += 4 * W) value_vectors<4>(value, x, line, shrink, e, output);
-    for (; e < ev_padded; e += W) value_vectors<1>(value, x, line, shrink, e, output);
-  }
-  template <int N>
-  AE_INLINE void value_vectors(const Operand<T>& value, int64_t x, const T* line, T shrink,
-                               int64_t e, T* output) {
-    Vec<T> sum[N];
-    AE_UNROLL for (int v = 0; v < N; ++v) sum[v] = load(output + e + v * W) * shrink;
-    for (int64_t y = 0; y < tile.nk; ++y) {
-      if (tile.mixed && tile.visible[y * kBlock + x] == 0) continue;
-      const Vec<T> prob = broadcast(line[y]);
-      const T* const row = value.data + y * value.stride + e;
-      AE_UNROLL for (int v = 0; v < N; ++v) sum[v] = fma(prob, load(row + v * W), sum[v]);
+    for (; e + kMost * W <= ev_padded; e += kMost * W) {
+      value_vectors<NR, kMost>(value, x, line, shrink, e, output);
     }
-    AE_UNROLL for (int v = 0; v < N; ++v) store(output + e + v * W, sum[v]);
+    if (e + 4 * W <= ev_padded) {
+      value_vectors<NR, 4>(value, x, line, shrink, e, output);
+      e += 4 * W;
+    }
+    for (; e < ev_padded; e += W) value_vectors<NR, 1>(value, x, line, shrink, e, output);
+  }
+  template <int NR, int N>
+  AE_INLINE void value_vectors(const Operand<T>& value, int64_t x, const T* line, const T* shrink,
+                               int64_t e, T* const* output) {
+    Vec<T> sum[NR][N];
+    AE_UNROLL for (int r = 0; r < NR; ++r) {
+      AE_UNROLL for (int v = 0; v < N; ++v) {
+        sum[r][v] = load(output[r] + e + v * W) * broadcast(shrink[r]);
+      }
+    }
+    for (int64_t y = 0; y < tile.nk; ++y) {
+      if (NR == 1 && tile.mixed && tile.visible[y * kBlock + x] == 0) continue;
+      const T* const row = value.data + y * value.stride + e;
+      Vec<T> prob[NR];
+      AE_UNROLL for (int r = 0; r < NR; ++r) prob[r] = broadcast(line[r * kBlock + y]);
+      AE_UNROLL for (int v = 0; v < N; ++v) {
+        const Vec<T> right = load(row + v * W);
+        AE_UNROLL for (int r = 0; r < NR; ++r) sum[r][v] = fma(prob[r], right, sum[r][v]);
+      }
+    }
+    AE_UNROLL for (int r = 0; r < NR; ++r) {
+      AE_UNROLL for (int v = 0; v < N; ++v) store(output[r] + e + v * W, sum[r][v]);
+    }
   }
 
   // Results of the group, into the tensors or, where the keys are split, into the buffer between
