@@ -147,3 +147,16 @@ def test_hidden_nan_leaves_the_weights_alone(rows: int) -> None:
 
 def test_names_are_of_the_table() -> None:
     assert set(NAMED) <= {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 17, 97])
+def test_weights_sum_to_one_however_large_the_scores(rows: int) -> None:
+    """Scores are rebuilt with the bits the forward pass had: exp(s - logsumexp) shows any other."""
+    generator = torch.Generator().manual_seed(rows)
+    q, k, v = (
+        torch.randn(1, 2, n, 24, generator=generator) * size
+        for n, size in ((rows, 60.0), (130, 60.0), (130, 1.0))
+    )
+    _, weights = ae.attention(q, k, v, return_weights=True)
+    assert float((q @ k.mT).abs().max()) / 24**0.5 > 1e3
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, rows), rtol=0, atol=1e-6)

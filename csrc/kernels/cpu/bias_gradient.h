@@ -118,7 +118,8 @@ struct BiasGradient {
   AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t g, int64_t size,
                                T* copy, int64_t stride) {
     const Rows rows(view, problem.batch, g, problem.k_begin + gradient.tile.j0, 0);
-    if (readable_in_place<T>(view)) {
+    // Decoding rows read whole vectors of K.
+    if (decoding(p) ? in_lanes<T>(view, size) : readable_in_place<T>(view)) {
       return {reinterpret_cast<const T*>(rows.data), rows.row_stride};
     }
     copy_in<T>(rows, gradient.tile.nk, size, copy, stride);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/cpu/finish.h"
+#include "kernels/cpu/row_scores.h"
 
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
@@ -34,19 +35,16 @@ struct Decode {
     }
     scores = arena.take<T>(kBlock * kBlock);
     lines = arena.take<T>(p.group() * p.q_length * kBlock);
-    key_rows = arena.take<T>(in_lanes(p.key, p.qk_size) ? 0 : kBlock * e_padded);
-    value_rows = arena.take<T>(in_lanes(p.value, p.v_size) ? 0 : kBlock * ev_padded);
+    key_rows = arena.take<T>(in_lanes<T>(p.key, p.qk_size) ? 0 : kBlock * e_padded);
+    value_rows = arena.take<T>(in_lanes<T>(p.value, p.v_size) ? 0 : kBlock * ev_padded);
     keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
   }
 
-  // Rows that whole vectors can be loaded from.
-  AE_INLINE static bool in_lanes(const View& view, int64_t size) {
-    return readable_in_place<T>(view) && size % W == 0;
-  }
   AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t g, int64_t size,
                                T* copy) {
     const Rows source(view, problem.batch, g, problem.k_begin + tile.j0, 0);
-    if (in_lanes(view, size)) return {reinterpret_cast<const T*>(source.data), source.row_stride};
+    if (in_lanes<T>(view, size))
+      return {reinterpret_cast<const T*>(source.data), source.row_stride};
     copy_in<T>(source, tile.nk, size, copy, round_up(size, W));
     return {copy, round_up(size, W)};
   }
@@ -59,9 +57,8 @@ struct Decode {
     for (int64_t n = 0; n < group; ++n) {
       part[n].clear(rows * ev_padded);
       T* const q = query + n * rows * e_padded;
-      copy_in<T>(Rows(p.query, problem.batch, g * group + n, 0, 0), rows, p.qk_size, q, e_padded);
-      for (int64_t k = 0; k < rows * e_padded; k += W)
-        store(q + k, load(q + k) * static_cast<T>(p.scale));
+      copy_scaled<T>(Rows(p.query, problem.batch, g * group + n, 0, 0), rows, p.qk_size,
+                     static_cast<T>(p.scale), q, e_padded);
     }
     const int64_t step = key_block(problem.k_length);
     const KeyRange hull =
@@ -99,8 +96,10 @@ struct Decode {
   void together(const Operand<T>& key, const Operand<T>& value) {
     const int64_t count = p.group() * p.q_length;
     int64_t r = 0;
-    for (; r + 4 <= count; r += 4) dots<4>(query + r * e_padded, key, lines + r * kBlock);
-    for (; r < count; ++r) dots<1>(query + r * e_padded, key, lines + r * kBlock);
+    for (; r + 4 <= count; r += 4)
+      row_scores<T, 4>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
+    for (; r < count; ++r)
+      row_scores<T, 1>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
     for (int64_t n = 0; n < p.group(); ++n) note_seen(tile, part[n]);
     T shrink[2];
     T* output[2];
@@ -128,7 +127,8 @@ struct Decode {
     if (drop) {
       keep_tile<T>(p.dropout, problem.index, h, 0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
     }
-    for (int64_t x = 0; x < tile.nq; ++x) dots<1>(q + x * e_padded, key, lines + x * kBlock);
+    for (int64_t x = 0; x < tile.nq; ++x)
+      row_scores<T, 1>(q + x * e_padded, e_padded, key, tile.nk, lines + x * kBlock);
     if (needs_adjusting(p, tile)) adjust(problem, h);
     for (int64_t x = 0; x < tile.nq; ++x) {
       T* const line = lines + x * kBlock;
@@ -179,43 +179,6 @@ struct Decode {
     one.maximum[x] = maximum;
     one.sum[x] = one.sum[x] * shrink + total;
     return shrink;
-  }
-
-  // lines[r][y] = row r of q . key y: a few keys and NR rows in flight, W sums turned into scores
-  // together.
-  template <int NR>
-  AE_INLINE void dots(const T* q, const Operand<T>& key, T* to) {
-    constexpr int kKeys = NR == 1 ? 4 : 2;
-    for (int64_t y0 = 0; y0 < tile.nk; y0 += W) {
-      Vec<T> sums[NR][W] = {};
-      for (int y = 0; y < W && y0 + y < tile.nk; y += kKeys) {
-        const T* at[kKeys];  // keys behind the last one repeat it
-        AE_UNROLL for (int n = 0; n < kKeys; ++n) {
-          at[n] = key.data + smaller(y0 + y + n, tile.nk - 1) * key.stride;
-        }
-        Vec<T> sum[kKeys][NR] = {};
-        for (int64_t e = 0; e < e_padded; e += W) {
-          Vec<T> left[NR];
-          AE_UNROLL for (int r = 0; r < NR; ++r) left[r] = load(q + r * e_padded + e);
-          AE_UNROLL for (int n = 0; n < kKeys; ++n) {
-            const Vec<T> right = load(at[n] + e);
-            AE_UNROLL for (int r = 0; r < NR; ++r) sum[n][r] = fma(left[r], right, sum[n][r]);
-          }
-        }
-        AE_UNROLL for (int n = 0; n < kKeys; ++n) {
-          if (y + n < W) {
-            AE_UNROLL for (int r = 0; r < NR; ++r) sums[r][y + n] = sum[n][r];
-          }
-        }
-      }
-      for (int r = 0; r < NR; ++r) {
-        transpose_square<T>(sums[r]);
-        AE_UNROLL for (int step = W / 2; step > 0; step /= 2) {
-          AE_UNROLL for (int k = 0; k < step; ++k) sums[r][k] += sums[r][k + step];
-        }
-        store(to + r * kBlock + y0, sums[r][0]);
-      }
-    }
   }
 
   // O rows = shrink * O rows + sum of visible p V, some vectors of them at a time. Hidden keys are

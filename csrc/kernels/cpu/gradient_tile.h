@@ -4,7 +4,7 @@
 // takes the place of dP.
 #pragma once
 
-#include "kernels/cpu/tile.h"
+#include "kernels/cpu/row_scores.h"
 
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
@@ -14,11 +14,13 @@ template <class T>
 struct QueryBlock {
   T* query;                   // scale Q^T [E][kBlock]
   T* grad;                    // dO^T [Ev][kBlock]
+  T* rows;                    // scale Q [row][padded], for decoding rows
   T *lse, *residual, *delta;  // [kBlock]
 
   AE_INLINE void allocate(Arena& arena, const BackwardParams& p) {
     query = arena.take<T>(p.qk_size * kBlock);
     grad = arena.take<T>(p.v_size * kBlock);
+    rows = arena.take<T>(decoding(p) ? kDecodeRows * round_up(p.qk_size, kLanes<T>) : 0);
     lse = arena.take<T>(kBlock);
     residual = arena.take<T>(kBlock);
     delta = arena.take<T>(kBlock);
@@ -28,6 +30,10 @@ struct QueryBlock {
     const int64_t i = problem.q_begin + i0;
     transpose_in<T>(Rows(p.query, problem.batch, h, i, 0), nq, p.qk_size, static_cast<T>(p.scale),
                     query, kBlock);
+    if (decoding(p)) {
+      copy_scaled<T>(Rows(p.query, problem.batch, h, i, 0), nq, p.qk_size, static_cast<T>(p.scale),
+                     rows, round_up(p.qk_size, kLanes<T>));
+    }
     if (p.grad_output.defined()) {
       transpose_in<T>(Rows(p.grad_output, problem.batch, h, i, 0), nq, p.v_size, T{1}, grad,
                       kBlock);
@@ -76,6 +82,7 @@ struct GradientTile {
                    kBlock);
     }
     if (p.grad_weights.defined() && want_grad) load_weights_grad(p, problem, h);
+    if (decoding(p)) score_tile<T>(q.rows, round_up(p.qk_size, W), key, tile, probabilities);
     for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
       strip<NV>(p, problem, h, q, key, value, v * W, want_grad, with_cap, statistic);
     });
@@ -89,9 +96,11 @@ struct GradientTile {
     clear<NV>(probabilities + x, want_grad ? scores_grad + x : nullptr, keys);
     if (keys.begin >= keys.end) return;
     const int64_t count = keys.end - keys.begin;
-    multiply_panel<T, NV, Start::kZero, Read::kRows>(
-        key.data + keys.begin * key.stride, key.stride, q.query + x, kBlock,
-        probabilities + keys.begin * kBlock + x, kBlock, count, p.qk_size, nullptr, Band{});
+    if (!decoding(p)) {
+      multiply_panel<T, NV, Start::kZero, Read::kRows>(
+          key.data + keys.begin * key.stride, key.stride, q.query + x, kBlock,
+          probabilities + keys.begin * kBlock + x, kBlock, count, p.qk_size, nullptr, Band{});
+    }
     if (want_grad && !p.grad_output.defined() && !p.grad_weights.defined()) {
       for_scores<T, NV>(scores_grad + x, kBlock, keys,
                         [](Vec<T>, int64_t, int64_t) { return Vec<T>{}; });

@@ -3,7 +3,7 @@
 // asked for it.
 #pragma once
 
-#include "kernels/cpu/tile.h"
+#include "kernels/cpu/row_scores.h"
 
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
@@ -16,18 +16,23 @@ struct Weights {
   static constexpr int W = kLanes<T>;
   const WeightsParams& p;
   Tile<T> tile;
-  T *query, *lse, *residual, *rows, *scores, *sums;
+  T* query;  // scale Q^T [E][kBlock], or scale Q [row][padded] for decoding rows
+  T *lse, *residual, *rows, *scores, *sums;
   uint8_t* keep;
 
   AE_INLINE Weights(const WeightsParams& params, Arena& arena) : p(params) {
     tile.allocate(arena, p);
-    query = arena.take<T>(p.qk_size * kBlock);
+    query = arena.take<T>(larger(p.qk_size, W) * kBlock);
     lse = arena.take<T>(kBlock);
     residual = arena.take<T>(kBlock);
-    rows = arena.take<T>(readable_in_place<T>(p.key) ? 0 : kBlock * round_up(p.qk_size, W));
+    rows = arena.take<T>(in_place() ? 0 : kBlock * round_up(p.qk_size, W));
     scores = arena.take<T>(kBlock * kBlock);
     sums = arena.take<T>(kWeightsKeyBlocks * kBlock * kBlock);
     keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
+  }
+
+  AE_INLINE bool in_place() const {
+    return decoding(p) ? in_lanes<T>(p.key, p.qk_size) : readable_in_place<T>(p.key);
   }
 
   // Rows [i0, i0 + nq) of head h, or of the mean over all heads.
@@ -53,8 +58,13 @@ struct Weights {
 
   void add(const Problem& problem, int64_t h, int64_t begin, int64_t end, int64_t step, bool pack) {
     if (pack) {
-      transpose_in<T>(Rows(p.query, problem.batch, h, problem.q_begin + tile.i0, 0), tile.nq,
-                      p.qk_size, static_cast<T>(p.scale), query, kBlock);
+      const Rows source(p.query, problem.batch, h, problem.q_begin + tile.i0, 0);
+      const T scale = static_cast<T>(p.scale);
+      if (decoding(p)) {
+        copy_scaled<T>(source, tile.nq, p.qk_size, scale, query, round_up(p.qk_size, W));
+      } else {
+        transpose_in<T>(source, tile.nq, p.qk_size, scale, query, kBlock);
+      }
       for (int64_t x = 0; x < kBlock; ++x) {
         const int64_t i = problem.q_begin + tile.i0 + x;
         lse[x] = x < tile.nq ? *p.logsumexp.at<T>(problem.batch, h, i, 0) : T{0};
@@ -69,10 +79,10 @@ struct Weights {
         keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, j0, tile.nk, keep, kBlock);
       }
       const Rows source(p.key, problem.batch, h / p.group(), problem.k_begin + j0, 0);
-      const bool in_place = readable_in_place<T>(p.key);
-      const int64_t stride = in_place ? source.row_stride : round_up(p.qk_size, W);
-      if (!in_place) copy_in<T>(source, tile.nk, p.qk_size, rows, stride);
-      const T* const key = in_place ? reinterpret_cast<const T*>(source.data) : rows;
+      const int64_t stride = in_place() ? source.row_stride : round_up(p.qk_size, W);
+      if (!in_place()) copy_in<T>(source, tile.nk, p.qk_size, rows, stride);
+      const T* const key = in_place() ? reinterpret_cast<const T*>(source.data) : rows;
+      if (decoding(p)) score_tile<T>(query, round_up(p.qk_size, W), {key, stride}, tile, scores);
       for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
         strip<NV>(problem, h, {key, stride}, v * W, sums + (j0 - begin) * kBlock);
       });
@@ -83,10 +93,12 @@ struct Weights {
   AE_INLINE void strip(const Problem& problem, int64_t h, const Operand<T>& key, int64_t x, T* to) {
     const KeyRange keys = tile.strip_keys(x, NV * W);
     if (keys.begin >= keys.end) return;
-    multiply_panel<T, NV, Start::kZero, Read::kRows>(
-        key.data + keys.begin * key.stride, key.stride, query + x, kBlock,
-        scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr,
-        Band{});
+    if (!decoding(p)) {
+      multiply_panel<T, NV, Start::kZero, Read::kRows>(
+          key.data + keys.begin * key.stride, key.stride, query + x, kBlock,
+          scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr,
+          Band{});
+    }
     if (needs_adjusting(p, tile)) {
       adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);
     }
