@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "dense.h"
+#include "kernels/cpu/vector_math.h"
 
 namespace attention_ext::kernels::ATTENTION_EXT_TIER {
 extern const CpuKernels kKernels;
@@ -220,12 +221,39 @@ void check(const std::string& name, const Shape& s, const Options<T>& o) {
   }
 }
 
+// The vector functions against the C library's in long double, over the ranges that kernels use.
+template <class T>
+void check_math(const std::string& type) {
+  namespace tier = attention_ext::kernels::ATTENTION_EXT_TIER;
+  std::mt19937_64 random(3);
+  const double lowest = sizeof(T) == 8 ? -700 : -86, ulp = std::numeric_limits<T>::epsilon();
+  double exp_error = 0, log_error = 0, tanh_error = 0;
+  for (int n = 0; n < 200000; ++n) {
+    const double unit = static_cast<double>(random() >> 11) * 0x1p-53;
+    const T x = static_cast<T>(unit * (n % 2 != 0 ? lowest : -10)),
+            y = static_cast<T>(1 + 3000 * unit);
+    const T z = static_cast<T>((unit - 0.5) * (n % 2 != 0 ? 1 : 60));
+    auto error = [&](T got, long double want) { return std::fabs(double(got / want - 1)); };
+    exp_error = std::max(
+        exp_error, error(tier::exp_vector<T>(tier::broadcast(x))[0], std::exp((long double)x)));
+    log_error = std::max(log_error, error(T(1) + tier::log_vector<T>(tier::broadcast(y))[0],
+                                          1 + std::log((long double)y)));
+    tanh_error = std::max(
+        tanh_error, error(tier::tanh_vector<T>(tier::broadcast(z))[0], std::tanh((long double)z)));
+  }
+  if (exp_error < 1.5 * ulp && log_error < 2 * ulp && tanh_error < 4 * ulp) return;
+  std::printf("%s: errors of exp, log, tanh: %g %g %g\n", type.c_str(), exp_error, log_error,
+              tanh_error);
+  ++failures;
+}
+
 template <class T>
 void check_all(const char* type) {
   const Shape odd{2, 2, 1, 101, 203, 19, 23}, tiny{1, 1, 1, 1, 1, 1, 1},
       blocks{1, 4, 2, 130, 600, 16, 32};
   const Shape decode{1, 4, 2, 2, 1100, 16, 33}, short_query{1, 2, 2, 20, 1100, 8, 8};
   const std::string t = type;
+  check_math<T>(t);
   for (const Shape& s : {odd, tiny, blocks, decode, short_query}) {
     const std::string at = t + " L" + std::to_string(s.rows) + " S" + std::to_string(s.keys) + " ";
     check<T>(at + "plain", s, {});

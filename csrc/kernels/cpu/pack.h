@@ -3,6 +3,7 @@
 // for double ones).
 #pragma once
 
+#include "kernels/cpu/half.h"
 #include "kernels/cpu/plan.h"
 #include "kernels/cpu/simd.h"
 

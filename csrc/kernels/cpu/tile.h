@@ -5,6 +5,7 @@
 
 #include "kernels/cpu/dropout.h"
 #include "kernels/cpu/microkernel.h"
+#include "kernels/cpu/vector_math.h"
 #include "kernels/mask.h"
 
 namespace attention_ext::kernels {
