@@ -101,6 +101,7 @@ def attention(
         >>> weights.shape
         torch.Size([2, 100, 100])
     """
+    _expect_tensors("attention", query, key, value, attn_mask)
     if attn_mask is not None:
         if type(attn_mask) is not Tensor:
             attn_mask = _materialized(attn_mask, query)
@@ -207,6 +208,7 @@ def scaled_dot_product_attention(
         >>> torch.allclose(ours, theirs, atol=1e-6)
         True
     """
+    _expect_tensors("scaled_dot_product_attention", query, key, value, attn_mask)
     query_offset = 0
     if attn_mask is not None and type(attn_mask) is not Tensor:
         attn_mask, is_causal, query_offset = _causal_bias(attn_mask, query, key, is_causal)
@@ -278,7 +280,7 @@ def varlen_attention(
         cu_seqlens_k: likewise for the keys, ending at T_k.
         key_mask: (T_k), bool (True = takes part) or float.
         query_offset: an int, or an integer tensor (sequences).
-        alibi_slopes: (H)
+        alibi_slopes: (H) or (sequences, H)
         is_causal, window, softcap, sinks, scale, dropout_p, rng_state: as in :func:`attention`.
         return_lse: also return the logsumexp.
 
@@ -299,6 +301,13 @@ def varlen_attention(
         >>> ae.varlen_attention(q, k, v, borders, borders, is_causal=True).shape
         torch.Size([12, 4, 16])
     """
+    _expect_tensors("varlen_attention", query, key, value, key_mask)
+    for name, borders in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(borders, Tensor):
+            raise RuntimeError(
+                f"varlen_attention: {name} must be a tensor of the sequences' borders, got "
+                f"{type(borders).__name__}"
+            )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
             raise RuntimeError(
@@ -329,6 +338,21 @@ def varlen_attention(
     )
     out = out.squeeze(0).transpose(0, 1)
     return (out, lse.squeeze(0)) if return_lse else out
+
+
+def _expect_tensors(
+    function: str, query: object, key: object, value: object, mask: object | None
+) -> None:
+    if (
+        isinstance(query, Tensor)
+        and isinstance(key, Tensor)
+        and isinstance(value, Tensor)
+        and (mask is None or isinstance(mask, Tensor))
+    ):
+        return
+    for name, given in (("query", query), ("key", key), ("value", value), ("mask", mask)):
+        if not isinstance(given, Tensor) and not (name == "mask" and given is None):
+            raise RuntimeError(f"{function}: {name} must be a tensor, got {type(given).__name__}")
 
 
 def make_rng_state(device: torch.device | str | int | None = None) -> Tensor:

@@ -133,7 +133,7 @@ def varlen_attention(
 
     Shapes: query (T, H, E), key (T_k, Hkv, E), value (T_k, Hkv, Ev); cu_seqlens_q and cu_seqlens_k
     hold the borders of the sequences; key_mask (T_k); query_offset an int or one per sequence;
-    alibi_slopes (H).
+    alibi_slopes (H) or (sequences, H).
 
     Returns:
         ``out`` (T, H, Ev), then ``logsumexp`` (H, T) if ``return_lse``.
@@ -163,7 +163,7 @@ def varlen_attention(
             query_offset[n] if isinstance(query_offset, Tensor) else query_offset,
             softcap,
             sinks,
-            alibi_slopes,
+            alibi_slopes if alibi_slopes is None or alibi_slopes.dim() < 2 else alibi_slopes[n],
             scale,
             dropout_p,
             state,
@@ -318,15 +318,16 @@ def _dense(
     if sinks is not None:
         sink = sinks.to(dtype)[..., None].expand(top.shape)
         top = torch.maximum(top, sink.detach())
-    empty = dead & (top == -torch.inf)
-    top = torch.where(empty, 0.0, top)
+    top = torch.where(dead, 0.0, top)
     shifted = torch.where(visible, score - top[..., None], 0.0)
     e = torch.where(visible, shifted.exp(), 0.0)
     total = e.sum(-1)
     if sink is not None:
-        total = total + (sink - top).exp()
-    total = torch.where(empty, 1.0, total)
-    lse = torch.where(empty | (top == -torch.inf), -torch.inf, top + total.log())
+        total = total + (torch.where(dead, 0.0, sink) - top).exp()
+    total = torch.where(dead, 1.0, total)
+    # A dead row has the sink alone, whatever it is.
+    lse = torch.where(top == -torch.inf, -torch.inf, top + total.log())
+    lse = torch.where(dead, -torch.inf if sink is None else sink, lse)
     weights = torch.where(visible, e / total[..., None], 0.0)
 
     # 4. Dropout, then values.

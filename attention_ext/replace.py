@@ -38,6 +38,7 @@ def replace_attention(model: nn.Module) -> int:
         How many modules were replaced; 0 is not an error.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: ``model`` is itself a :class:`torch.nn.MultiheadAttention`, which cannot be
             replaced in place.
 
@@ -47,6 +48,8 @@ def replace_attention(model: nn.Module) -> int:
         >>> attention_ext.replace_attention(model)
         6
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"replace_attention expects a torch.nn.Module, got {type(model).__name__}")
     if _is_torch_attention(model):
         raise ValueError(
             "replace_attention swaps the submodules of a model, and this model is itself a "

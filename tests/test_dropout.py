@@ -185,3 +185,16 @@ def test_share_of_dropped_pairs() -> None:
         means = kept.mean(dim)
         spread = (0.21 / (kept.numel() / means.numel())) ** 0.5
         assert float((means - 0.7).abs().max()) < 6 * spread
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.1, 0.9])
+def test_a_single_visible_key_takes_no_gradient_of_scores(dtype: torch.dtype, p: float) -> None:
+    """Its probability is 1 whatever the score: dropout's rescaling must not leave a rounding."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 100, 64).to(dtype).requires_grad_() for _ in range(3))
+    out = ae.attention(
+        q, k, v, torch.eye(100, dtype=torch.bool), dropout_p=p, rng_state=ae.make_rng_state()
+    )
+    grads = torch.autograd.grad(out, (q, k), torch.randn(1, 4, 100, 64).to(dtype))
+    assert max(float(grad.abs().max()) for grad in grads) < 1e-4

@@ -559,3 +559,38 @@ def test_python_api_compiles_into_one_graph() -> None:
     got = torch.compile(call, fullgraph=True, backend="eager")(*args)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("function", [ae.attention, reference.attention])
+def test_dead_rows_are_zero_beside_any_sink(function: Any, sink: float) -> None:
+    q, k, v = (torch.randn(1, 1, n, 4, requires_grad=True) for n in (2, 3, 3))
+    sinks = torch.tensor([sink], requires_grad=True)
+    hidden = torch.zeros(2, 3, dtype=torch.bool)
+    out, lse, weights = function(q, k, v, hidden, sinks=sinks, return_lse=True, return_weights=True)
+    assert torch.equal(out, torch.zeros(1, 1, 2, 4))
+    assert torch.equal(weights, torch.zeros(1, 1, 2, 3))
+    torch.testing.assert_close(lse, torch.full((1, 1, 2), sink), equal_nan=True)
+    for grad in torch.autograd.grad(out.sum() + weights.sum(), (q, k, v, sinks)):
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda x: ae.attention(x, None, x), "attention: key must be a tensor, got NoneType"),
+        (lambda x: ae.attention(x, x, x, [[True]]), "attention: mask must be a tensor, got list"),
+        (
+            lambda x: ae.scaled_dot_product_attention(x, x, x, 3),
+            "scaled_dot_product_attention: mask must be a tensor, got int",
+        ),
+        (
+            lambda x: ae.varlen_attention(x[0], x[0], x[0], None, None),
+            "varlen_attention: cu_seqlens_q must be a tensor of the sequences' borders",
+        ),
+    ],
+)
+def test_what_is_no_tensor_is_named(call: Any, sentence: str) -> None:
+    x = torch.randn(1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match=sentence):
+        call(x)

@@ -156,3 +156,31 @@ def test_what_nested_tensors_cannot_do_is_refused() -> None:
     with pytest.raises(RuntimeError):
         ae.attention(q, q, q, torch.ones(7, 7, dtype=torch.bool))
     torch.testing.assert_close(ae.attention(q, q, q).values(), ae.attention(q, q, q).values())
+
+
+def test_every_sequence_has_its_own_slopes() -> None:
+    """Slopes (sequences, H), in packed and in jagged form, are those of each sequence alone."""
+    torch.manual_seed(0)
+    borders = torch.tensor([0, 5, 5, 120])
+    slopes = torch.tensor([[0.9, 0.1], [0.3, 0.3], [0.2, 0.5]], dtype=torch.float64)
+    q, k, v = (torch.randn(120, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = ae.varlen_attention(q, k, v, borders, borders, alibi_slopes=slopes)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    parts = []
+    for n in range(3):
+        rows = slice(int(borders[n]), int(borders[n + 1]))
+        one = [t[rows].transpose(0, 1) for t in (q, k, v)]
+        parts.append(ae.attention(*one, alibi_slopes=slopes[n]).transpose(0, 1))
+    alone = torch.cat(parts)
+    torch.testing.assert_close(out, alone)
+    torch.testing.assert_close(
+        grads, torch.autograd.grad(alone.square().sum(), (q, k, v)), rtol=1e-10, atol=1e-10
+    )
+    right = reference.varlen_attention(q, k, v, borders, borders, alibi_slopes=slopes)
+    torch.testing.assert_close(out, right)
+    nested = [
+        torch.nested.nested_tensor_from_jagged(t.detach(), offsets=borders).transpose(1, 2)
+        for t in (q, k, v)
+    ]
+    jagged = ae.attention(*nested, alibi_slopes=slopes).transpose(1, 2).values()
+    torch.testing.assert_close(jagged, out.detach())

@@ -30,6 +30,9 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, Any] = {
     "bert": lambda: transformers.BertConfig(**SIZES),
     "llama, grouped heads": lambda: transformers.LlamaConfig(**SIZES, num_key_value_heads=2),
+    "mixtral, router keywords": lambda: transformers.MixtralConfig(
+        **SIZES, num_key_value_heads=2, num_local_experts=2
+    ),
     "mistral, window": lambda: transformers.MistralConfig(
         **SIZES, num_key_value_heads=2, sliding_window=4
     ),

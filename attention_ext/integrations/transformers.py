@@ -23,7 +23,14 @@ NAME = "attention_ext"
 # Keywords that models pass along and that do not change what attention computes here: a mask, if
 # one is needed, already holds what positions and caches say.
 _NO_EFFECT = frozenset(
-    {"cache_position", "output_hidden_states", "position_ids", "return_dict", "use_cache"}
+    {
+        "cache_position",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
 )
 
 

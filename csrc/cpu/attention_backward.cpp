@@ -121,8 +121,12 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
   if (wanted[0] || wanted[1] || wanted[3] || wanted[4]) {
     delta = at::empty(logsumexp.sizes(), exact);
     p.delta = make_row_view(delta, shape.batch_sizes, storage);
-    run_items(kernels::query_blocks(p) * p.heads, 0, work_of(p, shape, 1) / 64,
-              [&](kernels::WorkQueue& queue, void*) { active_kernels().backward_delta(p, queue); });
+    const bool exact = kernels::needs_exact_delta(p);
+    run_items(kernels::query_blocks(p) * p.heads, active_kernels().backward_delta_scratch(p),
+              exact ? work_of(p, shape, 2) : work_of(p, shape, 1) / 64,
+              [&](kernels::WorkQueue& queue, void* memory) {
+                active_kernels().backward_delta(p, queue, memory);
+              });
   }
   if (wanted[0]) {
     grad_query = empty_heads(query, shape.heads, shape.q_length, shape.qk_size);

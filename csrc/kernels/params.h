@@ -77,9 +77,9 @@ struct AttentionParams {
   View attn_bias;  // any floating type
   View key_mask;   // bool, or the accumulation type; uses batch and column strides only
   bool key_mask_is_bool = false;
-  const void* sinks = nullptr;         // (H), accumulation type
-  const void* alibi_slopes = nullptr;  // accumulation type, (batch, head) strides below
-  int64_t alibi_stride[2] = {0, 0};
+  const void* sinks = nullptr;             // (H), accumulation type
+  const void* alibi_slopes = nullptr;      // accumulation type, (batch, head) strides below
+  int64_t alibi_stride[2] = {0, 0};        // (problem, head)
   const int64_t* query_offsets = nullptr;  // (problems), else query_offset for all
   int64_t query_offset = 0;
   const int64_t* cu_seqlens_q = nullptr;  // (problems + 1) when packed

@@ -185,7 +185,7 @@ void check(const std::string& name, const Shape& s, const Options<T>& o) {
 
   p.delta = row_view(delta, s.heads, s.rows);
   on_threads(query_blocks(p) * p.heads, 0,
-             [&](WorkQueue& queue, void*) { kernels().backward_delta(p, queue); });
+             [&](WorkQueue& queue, void* memory) { kernels().backward_delta(p, queue, memory); });
   std::vector<T> grad_query(c.query.size()), grad_key(c.key.size()), grad_value(c.value.size());
   p.grad_query = view(grad_query, s.heads, s.rows, s.size);
   p.grad_key = view(grad_key, s.kv_heads, s.keys, s.size);

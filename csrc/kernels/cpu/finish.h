@@ -36,15 +36,15 @@ void finish_statistics(const AttentionParams& p, const Problem& problem, int64_t
     for (int64_t lane = 0; lane < W && x + lane < nq; ++lane) {
       const int64_t i = problem.q_begin + i0 + x + lane;
       T row_lse = lse[lane], row_residual = residual[lane], row_factor = factor[lane];
-      if (m[lane] == -kInfinity<T>) {  // nothing finite seen, no sink
-        const bool dead = part.seen[x + lane] == 0;
+      if (part.seen[x + lane] ==
+          0) {  // dead, decided from the mask: the sink alone, whatever it is
+        row_lse = sink;
+        row_residual = row_factor = T{0};
+      } else if (m[lane] == -kInfinity<T>) {  // nothing finite seen, no sink
         row_lse = -kInfinity<T>;
-        row_residual = dead ? T{0} : nan;
-        row_factor = dead ? T{0} : nan;
+        row_residual = row_factor = nan;
       } else if (!(l[lane] > T{0})) {  // NaN: log_vector knows positive numbers only
         row_lse = row_residual = row_factor = nan;
-      } else if (p.sinks != nullptr && part.maximum[x + lane] == -kInfinity<T>) {
-        row_factor = part.seen[x + lane] == 0 ? T{0} : row_factor;  // dead but for the sink
       }
       *p.logsumexp.at<T>(problem.batch, h, i, 0) = row_lse;
       *p.residual.at<T>(problem.batch, h, i, 0) = row_residual;

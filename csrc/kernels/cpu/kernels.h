@@ -26,7 +26,9 @@ struct CpuKernels {
   void (*forward_join)(const AttentionParams&, void* partials, WorkQueue&, void* scratch);
 
   // delta = rowsum(dO * O) - dlse. Items: query blocks.
-  void (*backward_delta)(const BackwardParams&, WorkQueue&);
+  // In scratch if needs_exact_delta().
+  int64_t (*backward_delta_scratch)(const BackwardParams&);
+  void (*backward_delta)(const BackwardParams&, WorkQueue&, void* scratch);
   // dQ, dK, dV, and the bias gradient if bias_with_keys(). Items: (problem, key/value head, key
   // range), in this order.
   int64_t (*backward_items)(const BackwardParams&);

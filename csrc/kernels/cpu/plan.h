@@ -74,6 +74,12 @@ AE_INLINE int64_t backward_ranges(const AttentionParams& p) {
   return larger(1, blocks_of(blocks_of(p.k_length, kBlock), backward_range_blocks(p)));
 }
 
+// Whether delta is summed from P dP instead of dO * O (cpu/exact_delta.h).
+AE_INLINE bool needs_exact_delta(const BackwardParams& p) {
+  return (p.type == ScalarType::kBFloat16 || p.type == ScalarType::kFloat16) &&
+         p.dropout.threshold != 0 && p.grad_output.defined();
+}
+
 // Work items of the pass over the keys. Ranges of one head wait for each other, so a few heads take
 // turns: all their first ranges, then all their second ones. One head alone runs its ranges side by
 // side, each a query block behind the one before.

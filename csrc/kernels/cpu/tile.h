@@ -295,7 +295,7 @@ __attribute__((noinline)) void adjust_scores(const AttentionParams& p, const Pro
   }
   if (p.alibi_slopes != nullptr) {
     const T slope = static_cast<const T*>(
-        p.alibi_slopes)[problem.batch * p.alibi_stride[0] + h * p.alibi_stride[1]];
+        p.alibi_slopes)[problem.index * p.alibi_stride[0] + h * p.alibi_stride[1]];
     Vec<T> lane_index;
     for (int i = 0; i < W; ++i) lane_index[i] = static_cast<T>(i);
     const int64_t diagonal = t.i0 + x + problem.query_offset - t.j0;

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "kernels/cpu/bias_gradient.h"
+#include "kernels/cpu/exact_delta.h"
 #include "kernels/cpu/tiers/entries.h"
 
 namespace attention_ext::kernels {
@@ -43,6 +44,18 @@ void delta(const BackwardParams& p, WorkQueue& queue) {
   }
 }
 
+template <class T>
+void exact_delta(const BackwardParams& p, WorkQueue& queue, void* memory) {
+  Arena arena{static_cast<char*>(memory)};
+  ExactDelta<T> kernel(p, arena);
+  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
+    const BlockIndex at = block_index(p, item);
+    const Problem problem = p.problem(at.problem);
+    const int64_t rows = query_block(problem.q_length), i0 = at.block * rows;
+    kernel.query_rows(problem, at.head, i0, smaller(rows, problem.q_length - i0));
+  }
+}
+
 // d sink = - sum over rows of exp(sink - lse) delta, summed in one order.
 template <class T>
 void sink(const BackwardParams& p, WorkQueue& queue) {
@@ -56,7 +69,10 @@ void sink(const BackwardParams& p, WorkQueue& queue) {
         const T lse = *p.logsumexp.at<T>(problem.batch, h, i, 0);
         const T residual = *p.residual.at<T>(problem.batch, h, i, 0);
         const T weight = std::exp((value - lse) - residual);
-        part -= weight * *p.delta.at<T>(problem.batch, h, i, 0);
+        const T delta = *p.delta.at<T>(problem.batch, h, i, 0);
+        // A sink of NaN or inf makes every row that sees a key NaN; a finite delta is a dead row's,
+        // whose logsumexp is the sink itself.
+        part -= value - value == T{0} || delta - delta != T{0} ? weight * delta : delta;
       }
       total += part;
     }
@@ -91,7 +107,11 @@ void bias(const BackwardParams& p, WorkQueue& queue, void* memory) {
 
 }  // namespace
 
-void backward_delta(const BackwardParams& p, WorkQueue& queue) {
+int64_t backward_delta_scratch(const BackwardParams& p) {
+  return needs_exact_delta(p) ? measure<float, ExactDelta<float>>(p) : 0;
+}
+void backward_delta(const BackwardParams& p, WorkQueue& queue, void* memory) {
+  if (needs_exact_delta(p)) return exact_delta<float>(p, queue, memory);
   p.type == ScalarType::kFloat64 ? delta<double>(p, queue) : delta<float>(p, queue);
 }
 
