@@ -30,9 +30,6 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, Any] = {
     "bert": lambda: transformers.BertConfig(**SIZES),
     "llama, grouped heads": lambda: transformers.LlamaConfig(**SIZES, num_key_value_heads=2),
-    "mixtral, router keywords": lambda: transformers.MixtralConfig(
-        **SIZES, num_key_value_heads=2, num_local_experts=2
-    ),
     "mistral, window": lambda: transformers.MistralConfig(
         **SIZES, num_key_value_heads=2, sliding_window=4
     ),
@@ -89,6 +86,21 @@ def test_hidden_states_and_gradients_equal_eager(name: str, side: str) -> None:
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-4, atol=1e-5)
     grad, expected = results[1][1], results[0][1]
     torch.testing.assert_close(grad, expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+
+
+def test_a_routers_keywords_are_not_the_attentions() -> None:
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        **{**SIZES, "intermediate_size": 40}, num_key_value_heads=2, num_local_experts=2
+    )
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    ids = torch.randint(0, 99, (3, 9))
+    hidden = []
+    for attention in ("eager", integration.register()):
+        with Watch() as seen, torch.no_grad():
+            hidden.append(use(model, attention)(input_ids=ids).last_hidden_state)
+    assert seen.ours == 2
+    torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-4, atol=1e-5)
 
 
 def test_padding_reaches_the_operator_as_one_row_per_sequence() -> None:
