@@ -92,32 +92,33 @@ struct Decode {
   }
 
   // A visible tile without options for all rows of the group: four rows share a reading of the
-  // keys, two one of the values.
+  // keys, and one of the values.
   void together(const Operand<T>& key, const Operand<T>& value) {
     const int64_t count = p.group() * p.q_length;
     int64_t r = 0;
-    for (; r + 4 <= count; r += 4)
+    for (; r + 4 <= count; r += 4) {
       row_scores<T, 4>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
-    for (; r < count; ++r)
+    }
+    for (; r < count; ++r) {
       row_scores<T, 1>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
+    }
     for (int64_t n = 0; n < p.group(); ++n) note_seen(tile, part[n]);
-    T shrink[2];
-    T* output[2];
-    auto prepare = [&](int64_t row, int place) {
-      const Partial<T>& one = part[row / p.q_length];
-      const int64_t x = row % p.q_length;
-      shrink[place] = softmax_line(lines + row * kBlock, one, x);
-      output[place] = one.output + x * ev_padded;
-    };
-    for (r = 0; r + 2 <= count; r += 2) {
-      prepare(r, 0);
-      prepare(r + 1, 1);
-      values<2>(value, 0, lines + r * kBlock, shrink, output);
+    for (r = 0; r + 4 <= count; r += 4) values_together<4>(value, r);
+    for (; r < count; ++r) values_together<1>(value, r);
+  }
+
+  // Softmax and values of NR rows of the group, from row r on.
+  template <int NR>
+  AE_INLINE void values_together(const Operand<T>& value, int64_t r) {
+    T shrink[NR];
+    T* output[NR];
+    for (int n = 0; n < NR; ++n) {
+      const Partial<T>& one = part[(r + n) / p.q_length];
+      const int64_t x = (r + n) % p.q_length;
+      shrink[n] = softmax_line(lines + (r + n) * kBlock, one, x);
+      output[n] = one.output + x * ev_padded;
     }
-    if (r < count) {
-      prepare(r, 0);
-      values<1>(value, 0, lines + r * kBlock, shrink, output);
-    }
+    values<NR>(value, 0, lines + r * kBlock, shrink, output);
   }
 
   void head(const Problem& problem, int64_t h, const Partial<T>& one, const T* q,
@@ -127,8 +128,9 @@ struct Decode {
     if (drop) {
       keep_tile<T>(p.dropout, problem.index, h, 0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
     }
-    for (int64_t x = 0; x < tile.nq; ++x)
+    for (int64_t x = 0; x < tile.nq; ++x) {
       row_scores<T, 1>(q + x * e_padded, e_padded, key, tile.nk, lines + x * kBlock);
+    }
     if (needs_adjusting(p, tile)) adjust(problem, h);
     for (int64_t x = 0; x < tile.nq; ++x) {
       T* const line = lines + x * kBlock;
@@ -186,12 +188,13 @@ struct Decode {
   template <int NR>
   AE_INLINE void values(const Operand<T>& value, int64_t x, const T* line, const T* shrink,
                         T* const* output) {
-    constexpr int kMost = NR == 1 || kRegisters == 32 ? 8 : 4;
+    // Accumulators for NR rows: 8 or 16 of 32 registers, 8 of 16.
+    constexpr int kMost = NR == 1 ? 8 : kRegisters == 32 ? 4 : 2;
     int64_t e = 0;
     for (; e + kMost * W <= ev_padded; e += kMost * W) {
       value_vectors<NR, kMost>(value, x, line, shrink, e, output);
     }
-    if (e + 4 * W <= ev_padded) {
+    if (kMost > 4 && e + 4 * W <= ev_padded) {
       value_vectors<NR, 4>(value, x, line, shrink, e, output);
       e += 4 * W;
     }

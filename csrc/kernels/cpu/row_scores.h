@@ -51,13 +51,7 @@ AE_INLINE void row_scores(const T* q, int64_t e_padded, const Operand<T>& key, i
         }
       }
     }
-    for (int r = 0; r < NR; ++r) {
-      transpose_square<T>(sums[r]);
-      AE_UNROLL for (int step = W / 2; step > 0; step /= 2) {
-        AE_UNROLL for (int k = 0; k < step; ++k) sums[r][k] += sums[r][k + step];
-      }
-      store(to + r * kBlock + y0, sums[r][0]);
-    }
+    for (int r = 0; r < NR; ++r) store(to + r * kBlock + y0, sum_each<T>(sums[r]));
   }
 }
 

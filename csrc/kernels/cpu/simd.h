@@ -267,6 +267,22 @@ AE_INLINE void transpose_square(Vec<T> (&rows)[kLanes<T>]) {
   if constexpr (D > 1) transpose_square<T, D / 2>(rows);
 }
 
+// The sum of each of a vector's worth of vectors, sum i in lane i: a transpose that adds as it
+// goes, with half the shuffles.
+template <class T, int D = kLanes<T> / 2>
+AE_INLINE Vec<T> sum_each(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr auto lanes = std::make_index_sequence<kLanes<T>>{};
+  AE_UNROLL for (int i = 0; i < D; ++i) {
+    rows[i] = exchange<D, false>(rows[i], rows[i + D], lanes) +
+              exchange<D, true>(rows[i], rows[i + D], lanes);
+  }
+  if constexpr (D > 1) {
+    return sum_each<T, D / 2>(rows);
+  } else {
+    return rows[0];
+  }
+}
+
 // 16 x 16 bytes, by four perfect shuffles.
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 AE_INLINE void transpose_bytes(Bytes16 (&rows)[16]) {
