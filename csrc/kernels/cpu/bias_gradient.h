@@ -99,10 +99,9 @@ struct BiasGradient {
       if (!have_queries) packed.pack(p, problem, h, tile.i0, tile.nq);
       have_queries = true;
       const int64_t g = h / p.group();
-      const Operand<T> k = operand(p.key, problem, g, p.qk_size, key, e_padded);
-      const Operand<T> v = p.value.defined()
-                               ? operand(p.value, problem, g, p.v_size, value, ev_padded)
-                               : Operand<T>{nullptr, 0};
+      const Operand<T> k = operand(p.key, problem, g, p.qk_size, key);
+      const Operand<T> v = p.value.defined() ? operand(p.value, problem, g, p.v_size, value)
+                                             : Operand<T>{nullptr, 0};
       gradient.compute(p, problem, h, packed, k, v, /*want_grad=*/true, /*with_cap=*/false,
                        nullptr);
       T* const to = sums + (p.bias_size[3] == 1 ? 0 : (j0 - begin) * kBlock);
@@ -116,14 +115,11 @@ struct BiasGradient {
   }
 
   AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t g, int64_t size,
-                               T* copy, int64_t stride) {
+                               T* copy) {
     const Rows rows(view, problem.batch, g, problem.k_begin + gradient.tile.j0, 0);
     // Decoding rows read whole vectors of K.
-    if (decoding(p) ? in_lanes<T>(view, size) : readable_in_place<T>(view)) {
-      return {reinterpret_cast<const T*>(rows.data), rows.row_stride};
-    }
-    copy_in<T>(rows, gradient.tile.nk, size, copy, stride);
-    return {copy, stride};
+    const bool in_place = decoding(p) ? in_lanes<T>(view, size) : readable_in_place<T>(view);
+    return operand_of<T>(rows, in_place, gradient.tile.nk, size, copy);
   }
 
   void write(int64_t b, int64_t h, int64_t row_tile, int64_t key_tile) {

@@ -43,10 +43,7 @@ struct Decode {
   AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t g, int64_t size,
                                T* copy) {
     const Rows source(view, problem.batch, g, problem.k_begin + tile.j0, 0);
-    if (in_lanes<T>(view, size))
-      return {reinterpret_cast<const T*>(source.data), source.row_stride};
-    copy_in<T>(source, tile.nk, size, copy, round_up(size, W));
-    return {copy, round_up(size, W)};
+    return operand_of<T>(source, in_lanes<T>(view, size), tile.nk, size, copy);
   }
 
   // All heads of group g over `keys`.

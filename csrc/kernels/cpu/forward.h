@@ -47,12 +47,7 @@ struct Forward {
 
   AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t h, int64_t size) {
     const Rows source(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
-    if (readable_in_place<T>(view)) {
-      return {reinterpret_cast<const T*>(source.data), source.row_stride};
-    }
-    const int64_t stride = round_up(size, W);
-    copy_in<T>(source, tile.nk, size, rows, stride);
-    return {rows, stride};
+    return operand_of<T>(source, readable_in_place<T>(view), tile.nk, size, rows);
   }
 
   // O^T += V^T P with hidden pairs left out: for values that are not finite.

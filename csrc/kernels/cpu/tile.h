@@ -21,6 +21,14 @@ struct Operand {
   int64_t stride;
 };
 
+template <class T>
+AE_INLINE Operand<T> operand_of(const Rows& rows, bool in_place, int64_t n, int64_t size, T* copy) {
+  if (in_place) return {reinterpret_cast<const T*>(rows.data), rows.row_stride};
+  const int64_t stride = round_up(size, kLanes<T>);
+  copy_in<T>(rows, n, size, copy, stride);
+  return {copy, stride};
+}
+
 enum class Visibility { kHidden, kMixed, kVisible };
 
 template <class T>

@@ -79,12 +79,10 @@ struct Weights {
         keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, j0, tile.nk, keep, kBlock);
       }
       const Rows source(p.key, problem.batch, h / p.group(), problem.k_begin + j0, 0);
-      const int64_t stride = in_place() ? source.row_stride : round_up(p.qk_size, W);
-      if (!in_place()) copy_in<T>(source, tile.nk, p.qk_size, rows, stride);
-      const T* const key = in_place() ? reinterpret_cast<const T*>(source.data) : rows;
-      if (decoding(p)) score_tile<T>(query, round_up(p.qk_size, W), {key, stride}, tile, scores);
+      const Operand<T> key = operand_of<T>(source, in_place(), tile.nk, p.qk_size, rows);
+      if (decoding(p)) score_tile<T>(query, round_up(p.qk_size, W), key, tile, scores);
       for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
-        strip<NV>(problem, h, {key, stride}, v * W, sums + (j0 - begin) * kBlock);
+        strip<NV>(problem, h, key, v * W, sums + (j0 - begin) * kBlock);
       });
     }
   }
