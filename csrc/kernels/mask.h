@@ -23,6 +23,20 @@ AE_INLINE KeyRange window_hull(const AttentionParams& p, const Problem& problem,
   return {begin, end < begin ? begin : end};
 }
 
+// The rows of [0, q_length) that may see at least one of the keys [first, last] through the window.
+struct RowRange {
+  int64_t begin;
+  int64_t end;
+};
+AE_INLINE RowRange window_rows(const AttentionParams& p, const Problem& problem, int64_t first,
+                               int64_t last) {
+  int64_t begin = first - problem.query_offset - p.window_right;
+  int64_t end = last - problem.query_offset + p.window_left + 1;
+  begin = begin < 0 ? 0 : begin;
+  end = end > problem.q_length ? problem.q_length : end;
+  return {begin, end < begin ? begin : end};
+}
+
 // The bounds of one tile in its own coordinates: key j0 + y is inside the window of row i0 + x iff
 // x + low <= y <= x + high.
 struct WindowBounds {

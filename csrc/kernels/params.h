@@ -10,7 +10,12 @@
 
 // Members of shared headers are forced inline: one of them kept out of line in an object compiled
 // for AVX-512 could be the copy that the linker keeps for every tier.
+// nvcc compiles them for the host and for the device.
+#if defined(__CUDACC__)
+#define AE_INLINE __host__ __device__ __forceinline__
+#else
 #define AE_INLINE __attribute__((always_inline)) inline
+#endif
 
 namespace attention_ext::kernels {
 
@@ -59,6 +64,7 @@ struct DropoutParams {
   int64_t first_head = 0;
   int64_t first_row = 0;
   int64_t first_key = 0;
+  const int64_t* state = nullptr;  // CUDA: rng_state on the device, read there (philox.h)
 };
 
 struct AttentionParams {
@@ -67,8 +73,8 @@ struct AttentionParams {
   int64_t problems = 0;  // B, or the number of packed sequences
   int64_t heads = 0;     // H
   int64_t kv_heads = 0;  // Hkv
-  int64_t q_length = 0;  // L (longest sequence when packed)
-  int64_t k_length = 0;  // S (longest sequence when packed)
+  int64_t q_length = 0;  // L (packed: the longest sequence; on CUDA the total)
+  int64_t k_length = 0;  // S (likewise)
   int64_t qk_size = 0;   // E
   int64_t v_size = 0;    // Ev
 
@@ -93,6 +99,7 @@ struct AttentionParams {
   DropoutParams dropout;
 
   View output;               // forward: written; backward: not read (delta is)
+  View output_residual;      // 16-bit types: what rounding took from the output, same type
   View logsumexp, residual;  // accumulation type; (batch, head, row), the column stride is unused
   std::atomic<int64_t>* visited = nullptr;  // counts (query block, key block) pairs computed
 

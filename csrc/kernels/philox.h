@@ -16,6 +16,19 @@ struct PhiloxKey {
   uint32_t low, high;
 };
 
+// The params of this call, with the state read from the device if it lies there: seed, offset,
+// heads_total (0 = this call's heads), first_head, first_row, first_key.
+AE_INLINE DropoutParams with_state(DropoutParams d, int64_t heads) {
+  if (d.threshold == 0 || d.state == nullptr) return d;
+  d.seed = static_cast<uint64_t>(d.state[0]);
+  d.offset = static_cast<uint64_t>(d.state[1]);
+  d.heads_total = d.state[2] != 0 ? d.state[2] : heads;
+  d.first_head = d.state[3];
+  d.first_row = d.state[4];
+  d.first_key = d.state[5];
+  return d;
+}
+
 // The high half of the offset goes into the key, its low half is the first counter word.
 AE_INLINE PhiloxKey philox_key(const DropoutParams& d) {
   return {static_cast<uint32_t>(d.seed),
@@ -39,14 +52,25 @@ AE_INLINE void philox(uint32_t (&counter)[4], PhiloxKey key) {
   }
 }
 
-// One position: eight keys share one call, lane t is the 16-bit half t of its four words.
+// Eight keys share one call: bit t says whether key 8 * group + t, counted from first_key's zero,
+// is kept. Lane t is the 16-bit half t of the four words.
+AE_INLINE uint32_t keep_group(const DropoutParams& d, int64_t b, int64_t h, int64_t i,
+                              int64_t group) {
+  uint32_t counter[4] = {static_cast<uint32_t>(d.offset), philox_head(d, b, h),
+                         static_cast<uint32_t>(d.first_row + i), static_cast<uint32_t>(group)};
+  philox(counter, philox_key(d));
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 8; ++lane) {
+    const uint32_t half = (counter[lane >> 1] >> (16 * (lane & 1))) & 0xffffu;
+    bits |= static_cast<uint32_t>(half >= d.threshold) << lane;
+  }
+  return bits;
+}
+
+// One position.
 AE_INLINE bool keep(const DropoutParams& d, int64_t b, int64_t h, int64_t i, int64_t j) {
   const int64_t key = d.first_key + j;
-  uint32_t counter[4] = {static_cast<uint32_t>(d.offset), philox_head(d, b, h),
-                         static_cast<uint32_t>(d.first_row + i), static_cast<uint32_t>(key >> 3)};
-  philox(counter, philox_key(d));
-  const int lane = static_cast<int>(key & 7);
-  return ((counter[lane >> 1] >> (16 * (lane & 1))) & 0xffffu) >= d.threshold;
+  return (keep_group(d, b, h, i, key >> 3) >> (key & 7) & 1) != 0;
 }
 
 }  // namespace attention_ext::kernels
