@@ -1,30 +1,33 @@
 """Registers the fused operator with Hugging Face transformers as an attention implementation.
 
-Called by users (``register()``) and by examples/. Imports transformers, which the package needs
-nowhere else.
+Called by users (``register()`` or ``use(model)``) and by examples/. Imports transformers, which the
+package needs nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.utils import output_capturing
 
 from attention_ext.functional import attention
+from attention_ext.integrations._transformers_masks import StructuredMask, structured_mask
 
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "register", "use"]
 
 NAME = "attention_ext"
 
 # Keywords that models pass along and that do not change what attention computes here: a mask, if
-# one is needed, already holds what positions and caches say.
+# one is needed, already holds what positions and caches say; the operator is deterministic always.
 _NO_EFFECT = frozenset(
     {
         "cache_position",
+        "deterministic",
+        "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
         "position_ids",
@@ -33,49 +36,111 @@ _NO_EFFECT = frozenset(
     }
 )
 
+# Keywords that mean something this adapter does not do, with what to do instead.
+_ADVICE = {
+    name: "packed sequences are told apart by position_ids alone: leave this keyword out"
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+}
+
 
 def register() -> str:
     """Make ``attn_implementation="attention_ext"`` available to every transformers model.
 
     Registers the attention and its masks under one name: with the attention alone, transformers
-    would silently build no mask at all.
+    would silently build no mask at all. A model class that has its attention written out does not
+    ask for an implementation, and transformers does not say so: :func:`use` does.
 
     Returns:
         The name, for ``from_pretrained(..., attn_implementation=register())``.
 
-    Source: transformers' ``AttentionInterface`` and ``AttentionMaskInterface``.
+    Source:
+        transformers' ``AttentionInterface`` and ``AttentionMaskInterface``.
+
+    Example::
+
+        >>> from attention_ext.integrations.transformers import register
+        >>> from transformers import AutoModel, BertConfig
+        >>> config = BertConfig(num_hidden_layers=1, hidden_size=48, num_attention_heads=4)
+        >>> model = AutoModel.from_config(config, attn_implementation=register())
     """
     AttentionInterface.register(NAME, _attention_forward)
-    AttentionMaskInterface.register(NAME, _attention_mask)
+    AttentionMaskInterface.register(NAME, structured_mask)
     return NAME
 
 
-def _attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = bidirectional_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """Return None, a padding mask (B, 1, 1, S), or a mask (B, 1, L, S); bool, True = takes part.
+def use(model: nn.Module) -> int:
+    """Switch a transformers model that exists to the fused operator, or say why that cannot be.
 
-    Padding alone, the case of encoders, stays one row per sequence, whatever the length.
+    Args:
+        model: a ``PreTrainedModel``. It is changed in place; its parameters stay as they are.
+
+    Returns:
+        How many attention layers will call the operator.
+
+    Raises:
+        RuntimeError: if a layer of the model would keep its old attention, or if there is none; the
+            text names the classes. The model is then as it was.
+
+    Source:
+        transformers' ``set_attn_implementation``, which warns at most.
+
+    Example::
+
+        >>> from attention_ext.integrations.transformers import use
+        >>> from transformers import AutoModel, BertConfig
+        >>> config = BertConfig(num_hidden_layers=3, hidden_size=48, num_attention_heads=4)
+        >>> use(AutoModel.from_config(config))
+        3
     """
-    if mask_function is not bidirectional_mask_function or kv_offset != 0:
-        dense: Tensor | None = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            **kwargs,
-        )  # fmt: skip
-        return dense
-    if attention_mask is None:
-        return None
-    padding = attention_mask[:, :kv_length].to(torch.bool)
-    if padding.size(1) < kv_length:  # keys beyond the mask are empty slots of a cache
-        padding = nn.functional.pad(padding, (0, kv_length - padding.size(1)), value=False)
-    return padding[:, None, None, :]
+    layers = [m for m in model.modules() if _is_attention(m)]
+    name = type(model).__name__
+    fixed = sorted({type(m).__name__ for m in layers if not _asks_for_an_implementation(m)})
+    if fixed:
+        raise RuntimeError(
+            f"use: {name} cannot be switched to attention_ext, because its {', '.join(fixed)} has "
+            f"the attention written out and does not ask transformers for an implementation"
+        )
+    if not layers:
+        raise RuntimeError(f"use: {name} cannot be switched to attention_ext: no attention found")
+    configs: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
+    before = [config._attn_implementation for config in configs]
+    register()
+    for part in model.modules():  # T5's encoder and decoder have copies of the configuration
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation(NAME)
+    kept = sorted({type(m).__name__ for m in layers if _implementation(m) != NAME})
+    if kept:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+        raise RuntimeError(
+            f"use: {name} cannot be switched to attention_ext: transformers left {', '.join(kept)} "
+            f"with another implementation"
+        )
+    return len(layers)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """True for the innermost modules that are called attention; wrappers of them do not count."""
+    inner = (child for child in module.modules() if child is not module)
+    return _named_attention(module) and not any(_named_attention(child) for child in inner)
+
+
+def _named_attention(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__
+
+
+def _asks_for_an_implementation(module: nn.Module) -> bool:
+    """Whether the forward method looks its attention function up, as transformers' own check."""
+    try:
+        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return False
+
+
+def _implementation(module: nn.Module) -> str | None:
+    config = getattr(module, "config", None)
+    implementation: str | None = getattr(config, "_attn_implementation", None)
+    return implementation
 
 
 def _attention_forward(
@@ -94,47 +159,94 @@ def _attention_forward(
     output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers asks: (B, H, L, E) in, (B, L, H, Ev) out, and weights if asked for."""
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _NO_EFFECT)
-    if unknown:
-        raise NotImplementedError(
-            f"attention_ext does not know what these attention keywords of "
-            f"{type(module).__name__} mean: {', '.join(unknown)}"
-        )
-    if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
-    is_causal = is_causal and attention_mask is None and query.size(2) > 1
-    window = None
-    if sliding_window is not None and attention_mask is None:
-        window = (sliding_window - 1, 0) if is_causal else (sliding_window, sliding_window)
-    mask, bias, key_mask = _sort_mask(attention_mask)
+    """Attend as transformers asks: (B, H, L, E) in, (B, L, H, Ev) out, and weights if asked for.
+
+    A mask, if there is one, says everything: then ``is_causal`` and ``sliding_window`` only repeat
+    it (and some models' windows mean another library's count).
+    """
+    for name, given in kwargs.items():
+        if given is not None and name not in _NO_EFFECT:
+            _refuse(module, name)
+    if attention_mask is None:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        options = _without_mask(query, bool(is_causal), sliding_window)
+    elif isinstance(attention_mask, StructuredMask):
+        options = _structured(attention_mask, query, key)
+    else:
+        options = _dense(attention_mask, query)
     if position_bias is not None:
-        bias = position_bias if bias is None else bias + position_bias
+        bias = options.get("attn_bias")
+        options["attn_bias"] = position_bias if bias is None else bias + position_bias
     result = attention(
         query,
         key,
         value,
-        mask,
-        attn_bias=bias,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        window=window,
         softcap=softcap or 0.0,
         sinks=s_aux,
         scale=scaling,
         dropout_p=dropout,
-        return_weights=bool(output_attentions),
+        return_weights=bool(output_attentions) or _weights_are_collected(),
+        **options,
     )
     out, weights = (result, None) if isinstance(result, Tensor) else result
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _sort_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return (attn_mask, attn_bias, key_mask) for what a model hands over as its mask."""
-    if mask is None:
-        return None, None, None
+def _weights_are_collected() -> bool:
+    """Whether hooks of transformers wait for the weights: not every model passes the wish along.
+
+    (GPT-2 does not.) While tracing, a collector that was set outside of the graph is out of reach.
+    """
+    collector = getattr(output_capturing, "_active_collector", None)
+    if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
+        return False
+    return any(name.endswith("attentions") for name in collector.get() or ())
+
+
+def _refuse(module: nn.Module, name: str) -> None:
+    advice = _ADVICE.get(name, "ignoring it could change the result silently")
+    raise NotImplementedError(
+        f"attention_ext does not honour the attention keyword {name!r} that "
+        f"{type(module).__name__} passes; {advice}"
+    )
+
+
+def _without_mask(query: Tensor, is_causal: bool, sliding_window: int | None) -> dict[str, Any]:
+    """What a call without a mask means: transformers' sdpa and flash functions say the same.
+
+    One query alone sees every key; more of them are aligned top left. The window counts as
+    flash-attn's: W keys to a side, the row's own among them.
+    """
+    is_causal = is_causal and query.size(2) > 1
+    if sliding_window is None:
+        return {"is_causal": is_causal}
+    return {"window": (sliding_window - 1, 0 if is_causal else sliding_window - 1)}
+
+
+def _structured(mask: StructuredMask, query: Tensor, key: Tensor) -> dict[str, Any]:
+    """The parts of a mask from our own mask interface, as the operator takes them."""
+    if mask.size(2) != query.size(2) or mask.size(3) != key.size(2):
+        raise RuntimeError(
+            f"attention_ext: the attention mask is for {mask.size(2)} queries and {mask.size(3)} "
+            f"keys, got {query.size(2)} and {key.size(2)}"
+        )
+    options: dict[str, Any] = {}
+    if mask.window == (None, 0):
+        options["is_causal"] = True
+    elif mask.window != (None, None):
+        options["window"] = mask.window
+    if options:
+        options["query_offset"] = mask.query_offset
+    if mask.key_mask is not None:
+        options["key_mask"] = mask.key_mask.expand(query.size(0), -1)
+    return options
+
+
+def _dense(mask: Tensor, query: Tensor) -> dict[str, Any]:
+    """The option for a mask that a model or a user hands over: bool, or a float that is added."""
     if mask.dtype != torch.bool:
-        return None, mask, None
+        return {"attn_bias": mask}
     if mask.dim() == 4 and mask.size(1) == mask.size(2) == 1:
-        return None, None, mask[:, 0, 0]
-    return mask, None, None
+        return {"key_mask": mask[:, 0, 0].expand(query.size(0), -1)}
+    return {"attn_mask": mask}
