@@ -126,7 +126,7 @@ def attention(
             return_lse,
             return_weights,
         )
-    out, lse, residual = _ops.attention(
+    out, lse, residual, _ = _ops.attention(
         query,
         key,
         value,
@@ -321,7 +321,7 @@ def varlen_attention(
     scalars = _scalars(window, query_offset, is_causal, scale, softcap, dropout_p)
     if dropout_p > 0 and rng_state is None:
         rng_state = make_rng_state(query.device)
-    out, lse, _ = _ops.attention(
+    out, lse, *_ = _ops.attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
         value.transpose(0, 1).unsqueeze(0),
@@ -540,7 +540,7 @@ def _jagged_attention(
                 f"shape {list(key_mask.shape)}"
             )
         key_mask = key_mask.values().unsqueeze(0)
-    out, lse, _ = _ops.attention(
+    out, lse, *_ = _ops.attention(
         q, k, v, attn_mask, attn_bias, key_mask, *others, borders_q, borders_k, rng_state, **scalars
     )
     nest = torch.nested.nested_tensor_from_jagged

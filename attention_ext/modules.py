@@ -391,7 +391,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             "softcap": self.softcap,
             "dropout_p": dropout_p,
         }
-        heads, lse, residual = _ops.attention(q, k, v, *tensors, **scalars)
+        heads, lse, residual, _ = _ops.attention(q, k, v, *tensors, **scalars)
         if average is None:
             return heads, None
         weights = _ops.attention_weights(

@@ -1,8 +1,9 @@
-"""What every test shares: equal seeds, the number of threads put back, no network."""
+"""What every test shares: equal seeds, the number of threads put back, no network, no old cache."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 import attention_ext  # noqa: F401  (a broken build fails here, once, with the loader's explanation)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Inductor's cache on disk knows nothing of our schemas: graphs of an older build would be reused.
+_inductor_cache = tempfile.TemporaryDirectory(prefix="inductor-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
 
 
 @pytest.fixture(autouse=True)

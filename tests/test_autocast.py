@@ -22,7 +22,7 @@ def _inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 def test_query_key_and_value_are_cast(dtype: torch.dtype) -> None:
     query, key, value = _inputs()
     with torch.autocast("cpu", dtype=dtype):
-        output, logsumexp, residual = ops.attention(query, key, value, is_causal=True)
+        output, logsumexp, residual, _ = ops.attention(query, key, value, is_causal=True)
     assert (output.dtype, logsumexp.dtype, residual.dtype) == (dtype, torch.float32, torch.float32)
     halves = [x.to(dtype) for x in (query, key, value)]
     torch.testing.assert_close(output, ops.attention(*halves, is_causal=True)[0])
@@ -82,7 +82,7 @@ def test_backward_inside_autocast_equals_backward_outside() -> None:
     gradients = []
     for inside in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            output, logsumexp, _ = ops.attention(query, key, value, window_left=3)
+            output, logsumexp, _, _ = ops.attention(query, key, value, window_left=3)
             loss = output.float().square().sum() + logsumexp.sum()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
             gradients.append(torch.autograd.grad(loss, (query, key, value)))

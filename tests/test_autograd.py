@@ -76,7 +76,7 @@ def _leaves_and_call(case: Case | PackedCase) -> tuple[list[Tensor], Callable[..
         named = dict(zip(leaves, values, strict=True))
         tensors = [named.pop(name) for name in ("query", "key", "value")] + list(args[3:])
         raw_args, raw_kwargs = arrange(tensors, {**kwargs, **named})
-        output, logsumexp, residual = ops.attention(*raw_args, **raw_kwargs)
+        output, logsumexp, residual, _ = ops.attention(*raw_args, **raw_kwargs)
         return output, logsumexp, residual, raw_args, raw_kwargs
 
     return list(leaves.values()), call
@@ -196,16 +196,16 @@ SUBSETS = [s for n in range(1, 6) for s in itertools.combinations(range(5), n)]
 def test_any_subset_of_inputs_may_require_grad(subset: tuple[int, ...]) -> None:
     tensors = _five()
     names = list(tensors)
-    output, logsumexp, _ = ops.attention(**tensors)
+    output, logsumexp, _, _ = ops.attention(**tensors)
     whole = torch.autograd.grad((output**2).sum() + logsumexp.sin().sum(), list(tensors.values()))
     for n, name in enumerate(names):
         tensors[name] = tensors[name].detach().requires_grad_(n in subset)
-    output, logsumexp, residual = ops.attention(**tensors)
+    output, logsumexp, residual, _ = ops.attention(**tensors)
     assert output.requires_grad and logsumexp.requires_grad and not residual.requires_grad
     with Recorder() as recorder:
         ((output**2).sum() + logsumexp.sin().sum()).backward()
     ((name, args),) = recorder.calls
-    assert name == "attention_backward" and list(args[17]) == [n in subset for n in range(5)]
+    assert name == "attention_backward" and list(args[18]) == [n in subset for n in range(5)]
     for n, name in enumerate(names):
         gradient = tensors[name].grad
         if n in subset:
@@ -254,7 +254,7 @@ def test_gradient_through_logsumexp_alone() -> None:
 
 def test_missing_incoming_gradients_reach_the_backward_op_as_none() -> None:
     tensors = _five()
-    output, logsumexp, _ = ops.attention(**tensors)
+    output, logsumexp, _, _ = ops.attention(**tensors)
     with Recorder() as recorder:
         output.sum().backward(retain_graph=True)
         logsumexp.sum().backward()
@@ -268,7 +268,7 @@ def test_grad_of_weights_reaches_every_input_and_logsumexp() -> None:
     tensors = _five()
     args = [tensors[name] for name in ("query", "key", "value")]
     none = (None,) * 7
-    _, logsumexp, residual = ops.attention(
+    _, logsumexp, residual, _ = ops.attention(
         *args, attn_bias=tensors["attn_bias"], sinks=tensors["sinks"]
     )
     ours = ops.attention_weights(*args[:2], None, tensors["attn_bias"], *none, logsumexp, residual)
@@ -287,7 +287,7 @@ def test_gradients_are_fresh_dense_memory_in_the_stated_layout() -> None:
     key = _random(1, 2, 1, 3)
     value = _random(1, 1, 6, 4)
     bias = _random(1, 1, 1, 6)
-    output, _, _ = ops.attention(
+    output, _, _, _ = ops.attention(
         _random(2, 4, 5, 3), key.expand(2, 2, 6, 3), value.expand(2, 2, 6, 4), attn_bias=bias
     )
     captured: list[Any] = []
@@ -314,11 +314,11 @@ def test_gradients_are_fresh_dense_memory_in_the_stated_layout() -> None:
 
 
 def test_outputs_share_no_memory_with_inputs_or_each_other() -> None:
-    value = _random(1, 1, 1, 3)
-    query = _random(1, 1, 1, 3)
+    value = _random(1, 1, 1, 3).bfloat16()
+    query = _random(1, 1, 1, 3).bfloat16()
     results = ops.attention(query, value, value)
     storages = [x.untyped_storage().data_ptr() for x in (*results, query, value)]
-    assert len(set(storages)) == 5
+    assert len(set(storages)) == 6
 
 
 @pytest.mark.parametrize("layout", ["expanded", "strided", "undefined rows"])
@@ -368,7 +368,7 @@ def test_retained_graph_gives_the_same_gradients_again() -> None:
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_bias", "sinks", "output", "lse"])
 def test_change_in_place_before_backward_is_detected(name: str) -> None:
     tensors = {n: x * 1.0 for n, x in _five().items()}
-    output, logsumexp, _ = ops.attention(**tensors)
+    output, logsumexp, _, _ = ops.attention(**tensors)
     loss = output.sum() + logsumexp.sum()
     changed = {"output": output, "lse": logsumexp, **tensors}[name]
     with torch.no_grad():
@@ -404,7 +404,7 @@ def test_saved_tensor_hooks_see_each_saved_tensor_and_may_replace_it() -> None:
         counts.append(len(packed))
         if dropout_p == 0.0:
             torch.testing.assert_close(torch.autograd.grad(output.sum(), inputs), expected)
-    # q, k, v, bias, sinks, output, logsumexp, residual; the state only with dropout.
+    # q, k, v, bias, sinks, output, logsumexp, its residual; the state only with dropout.
     assert counts == [8, 9]
 
 
@@ -455,7 +455,7 @@ def test_anomaly_mode_accepts_dead_rows() -> None:
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[1] = False
     with torch.autograd.detect_anomaly(check_nan=True):
-        output, logsumexp, _ = ops.attention(query, query, query, mask)
+        output, logsumexp, _, _ = ops.attention(query, query, query, mask)
         (output.sum() + logsumexp[..., 0].sum()).backward()
     assert query.grad is not None and not query.grad[0, :, 1].isnan().any()
 
@@ -536,7 +536,7 @@ def test_gradients_of_zero_sized_inputs_are_zero_or_empty(shape: str) -> None:
     query = _random(sizes["B"], sizes["H"], sizes["L"], sizes["E"])
     key = _random(sizes["B"], sizes["H"], sizes["S"], sizes["E"])
     value = _random(sizes["B"], sizes["H"], sizes["S"], sizes["Ev"])
-    output, logsumexp, residual = ops.attention(query, key, value)
+    output, logsumexp, residual, _ = ops.attention(query, key, value)
     assert output.shape == (*query.shape[:3], sizes["Ev"])
     (output.sum() + logsumexp.nan_to_num(neginf=0.0).sum()).backward(retain_graph=True)
     expected = [x.detach().requires_grad_() for x in (query, key, value)]

@@ -321,12 +321,22 @@ def test_huge_equal_inputs_have_finite_gradients(keys: int, value: float) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sharp_softmax_in_16_bits(dtype: torch.dtype) -> None:
-    """Inputs ten times larger: the weights are nearly one-hot."""
-    args, _ = Case("sharp", 97, 130, 32).make(dtype)
-    args = tuple((3 * x).detach().requires_grad_() for x in args)
-    got = evaluate(ae.attention, args, {}, return_lse=True)
-    assert_accurate(got, *truth_and_plain(args, {}, return_lse=True))
+@pytest.mark.parametrize("rows", [97, 3], ids=["blocks", "decoding"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("times", [3, 10])
+def test_sharp_softmax_in_16_bits(
+    times: float, dropout_p: float, rows: int, dtype: torch.dtype
+) -> None:
+    """The weights are nearly one-hot: gradients of scores are differences of almost equal numbers.
+
+    Every head by itself, since a head of larger gradients would hide another one's errors.
+    """
+    args, kwargs = Case("sharp", rows, 130, 32, heads=1, dropout_p=dropout_p).make(dtype)
+    for head in range(4):
+        torch.manual_seed(head)
+        ours = tuple((times * torch.randn_like(x)).requires_grad_() for x in args)
+        got = evaluate(ae.attention, ours, kwargs, return_lse=True)
+        assert_accurate(got, *truth_and_plain(ours, kwargs, return_lse=True))
 
 
 def test_long_reduction_over_grouped_heads_in_16_bits() -> None:

@@ -41,7 +41,7 @@ def _leaves_and_step(case: Case | PackedCase) -> tuple[list[Tensor], Callable[..
         named = dict(zip(leaves, values, strict=True))
         tensors = [named.pop(name) for name in ("query", "key", "value")] + list(args[3:])
         raw_args, raw_kwargs = arrange(tensors, {**kwargs, **named})
-        output, logsumexp, _ = ops.attention(*raw_args, **raw_kwargs)
+        output, logsumexp, _, _ = ops.attention(*raw_args, **raw_kwargs)
         return output, logsumexp
 
     return list(leaves.values()), step
@@ -160,7 +160,7 @@ def test_compiled_autograd_of_an_eager_forward_through_weights() -> None:
     query = torch.randn(1, 2, 5, 8, requires_grad=True)
 
     def loss() -> Tensor:
-        output, logsumexp, residual = ops.attention(query, query, query, window_left=3)
+        output, logsumexp, residual, _ = ops.attention(query, query, query, window_left=3)
         weights = ops.attention_weights(
             query, query, *(None,) * 9, logsumexp, residual, window_left=3, average_heads=True
         )
@@ -261,7 +261,7 @@ def test_fake_tensors_check_shapes_and_say_so() -> None:
 
     with FakeTensorMode():
         query = torch.empty(2, 4, 5, 8)
-        output, logsumexp, residual = ops.attention(query, query, query)
+        output, logsumexp, residual, _ = ops.attention(query, query, query)
         assert output.stride() == (5 * 4 * 8, 8, 4 * 8, 1)
         assert logsumexp.shape == residual.shape == (2, 4, 5)
         assert logsumexp.dtype == torch.float32
@@ -274,6 +274,6 @@ def test_fake_cuda_tensors_give_fake_cuda_results() -> None:
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         query = torch.empty(2, 4, 5, 8, device="cuda", dtype=torch.bfloat16)
-        output, logsumexp, _ = ops.attention(query, query, query)
+        output, logsumexp, _, _ = ops.attention(query, query, query)
     assert output.device.type == logsumexp.device.type == "cuda"
     assert (output.dtype, logsumexp.dtype) == (torch.bfloat16, torch.float32)

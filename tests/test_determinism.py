@@ -108,7 +108,7 @@ def test_head_alone_is_the_head_among_others(rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["causal_wide", "mask_full", "bias_of_heads", "decode_mask"])
 def test_grad_mode_changes_nothing(name: str) -> None:
-    args, kwargs = case_named(name).make(torch.float32, requires_grad=True)
+    args, kwargs = case_named(name).make(torch.bfloat16, requires_grad=True)
     raw_args, raw_kwargs = raw(args, kwargs)
     want = torch.ops.attention_ext.attention(*raw_args, **raw_kwargs)
     for context in (torch.no_grad(), torch.inference_mode()):

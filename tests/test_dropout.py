@@ -190,11 +190,15 @@ def test_share_of_dropped_pairs() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("p", [0.1, 0.9])
 def test_a_single_visible_key_takes_no_gradient_of_scores(dtype: torch.dtype, p: float) -> None:
-    """Its probability is 1 whatever the score: dropout's rescaling must not leave a rounding."""
+    """Its probability is 1 whatever the score: no rounding of the rescaled output may be left.
+
+    What is left is the rounding of that rounding, which the operator keeps in the same dtype.
+    """
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, 100, 64).to(dtype).requires_grad_() for _ in range(3))
     out = ae.attention(
         q, k, v, torch.eye(100, dtype=torch.bool), dropout_p=p, rng_state=ae.make_rng_state()
     )
     grads = torch.autograd.grad(out, (q, k), torch.randn(1, 4, 100, 64).to(dtype))
-    assert max(float(grad.abs().max()) for grad in grads) < 1e-4
+    limit = 4 * torch.finfo(dtype).eps ** 2 / (1 - p)
+    assert max(float(grad.abs().max()) for grad in grads) < limit

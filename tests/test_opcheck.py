@@ -33,15 +33,17 @@ SAMPLES: list[Case | PackedCase] = [
 
 
 def _call(
-    case: Case | PackedCase, requires_grad: bool = True
+    case: Case | PackedCase, requires_grad: bool = True, dtype: torch.dtype = torch.float32
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = case.make(torch.float32, requires_grad=requires_grad)
+    args, kwargs = case.make(dtype, requires_grad=requires_grad)
     return (raw_packed if isinstance(case, PackedCase) else raw)(args, kwargs)
 
 
-def _forward(case: Case | PackedCase) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-    args, kwargs = _call(case)
-    results = [x.detach() for x in ops.attention(*args, **kwargs)]
+def _forward(
+    case: Case | PackedCase, dtype: torch.dtype = torch.float32
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    args, kwargs = _call(case, dtype=dtype)
+    results = [x if x is None else x.detach() for x in ops.attention(*args, **kwargs)]
     return args, kwargs, results
 
 
@@ -63,19 +65,30 @@ def test_attention(case: Case | PackedCase) -> None:
 
 @pytest.mark.parametrize("case", params(SAMPLES))
 def test_attention_backward(case: Case | PackedCase) -> None:
-    args, kwargs, (output, logsumexp, residual) = _forward(case)
+    args, kwargs, results = _forward(case)
     wanted = [True, True, True, args[4] is not None, args[6] is not None]
-    incoming = torch.randn_like(output), torch.randn_like(logsumexp)
-    backward_args = (*incoming, *args, output, logsumexp, residual, wanted)
+    incoming = [torch.randn_like(x) for x in results[:2]]
+    backward_args = (*incoming, *args, *results, wanted)
     _opcheck(ops.attention_backward.default, backward_args, kwargs, case.name in TRACED)
 
 
 @pytest.mark.parametrize("grads", [(True, False), (False, True), (False, False)])
 def test_attention_backward_without_some_incoming_gradients(grads: tuple[bool, bool]) -> None:
-    args, kwargs, (output, logsumexp, residual) = _forward(SAMPLES[0])
-    incoming = [x if given else None for x, given in zip((output, logsumexp), grads, strict=True)]
+    args, kwargs, results = _forward(SAMPLES[0])
+    incoming = [x if given else None for x, given in zip(results[:2], grads, strict=True)]
     wanted = [True, False, True, False, False]
-    backward_args = (*incoming, *args, output, logsumexp, residual, wanted)
+    backward_args = (*incoming, *args, *results, wanted)
+    _opcheck(ops.attention_backward.default, backward_args, kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_and_its_backward_in_16_bits(dtype: torch.dtype) -> None:
+    case = SAMPLES[0]
+    _opcheck(ops.attention.default, *_call(case, dtype=dtype))
+    args, kwargs, results = _forward(case, dtype)
+    output, *_, rest = results
+    assert (rest.dtype, rest.shape, rest.stride()) == (dtype, output.shape, output.stride())
+    backward_args = (output, None, *args, *results, [True, True, True, False, False])
     _opcheck(ops.attention_backward.default, backward_args, kwargs)
 
 
@@ -89,7 +102,7 @@ WEIGHTED = [
 
 @pytest.mark.parametrize(("case", "average_heads"), WEIGHTED, ids=str)
 def test_attention_weights_and_their_backward(case: Case, average_heads: bool) -> None:
-    args, kwargs, (_, logsumexp, residual) = _forward(case)
+    args, kwargs, (_, logsumexp, residual, _) = _forward(case)
     tensors = (*args[:2], *args[3:])
     traced = case.name in TRACED
     more = {**kwargs, "average_heads": average_heads}
@@ -100,15 +113,19 @@ def test_attention_weights_and_their_backward(case: Case, average_heads: bool) -
     _opcheck(ops.attention_weights_backward.default, backward_args, more, traced)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", params(SAMPLES))
 def test_fake_results_have_the_real_strides_and_storage_of_their_own(
-    case: Case | PackedCase,
+    case: Case | PackedCase, dtype: torch.dtype
 ) -> None:
-    args, kwargs = _call(case, requires_grad=False)
+    args, kwargs = _call(case, requires_grad=False, dtype=dtype)
     on_meta = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
     for real, fake in zip(
         ops.attention(*args, **kwargs), ops.attention(*on_meta, **kwargs), strict=True
     ):
+        if dtype == torch.float32 and real is None:
+            assert fake is None
+            continue
         assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
         assert real.storage_offset() == 0
         assert real.untyped_storage().nbytes() == real.numel() * real.element_size()

@@ -93,8 +93,8 @@ torch.set_num_threads(2)
 x = torch.randn(2, 4, 300, 32)
 forward, backward = torch.ops.attention_ext.attention, torch.ops.attention_ext.attention_backward
 def both():
-    out, lse, rest = forward(x, x, x, is_causal=True)
-    found = backward(x, None, x, x, x, *[None] * 9, out, lse, rest, [True] * 3 + [False] * 2,
+    out, *rest = forward(x, x, x, is_causal=True)
+    found = backward(x, None, x, x, x, *[None] * 9, out, *rest, [True] * 3 + [False] * 2,
                      is_causal=True)
     return out, *found[:3]
 before = both()

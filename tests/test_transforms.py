@@ -90,7 +90,7 @@ def test_per_sample_gradients_equal_a_loop(subset: tuple[str, ...]) -> None:
     tensors = _tensors(batched, SHAPES)
 
     def loss(*values: Tensor) -> Tensor:
-        output, logsumexp, _ = ops.attention(**dict(zip(NAMES, values, strict=True)))
+        output, logsumexp, _, _ = ops.attention(**dict(zip(NAMES, values, strict=True)))
         return output.square().sum() + logsumexp.sin().sum()
 
     _assert_equals_loop(grad(loss, argnums=(0, 1, 2, 3, 4)), batched, tensors)
@@ -133,7 +133,7 @@ def test_vmap_of_an_option_equals_a_loop(
     dropout_p = 0.4 if name == "rng_state" else 0.0
 
     def loss(query: Tensor, option: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-        output, logsumexp, _ = ops.attention(
+        output, logsumexp, _, _ = ops.attention(
             query, key, value, **{**options, name: option}, sinks=sink, is_causal=True,
             dropout_p=dropout_p,
         )  # fmt: skip
@@ -173,7 +173,7 @@ def test_vmap_of_weights_and_their_gradients_equals_a_loop(
 
     def loss(*values: Tensor) -> tuple[Tensor, Tensor]:
         named = dict(zip(NAMES, values, strict=True))
-        _, logsumexp, residual = ops.attention(**named, softcap=2.0)
+        _, logsumexp, residual, _ = ops.attention(**named, softcap=2.0)
         weights = ops.attention_weights(
             named["query"], named["key"], None, named["attn_bias"], *none, logsumexp, residual,
             softcap=2.0, average_heads=average_heads,
@@ -245,7 +245,7 @@ def test_gradient_and_output_use_the_same_dropout_under_vmap() -> None:
 
 
 def _curved(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    output, logsumexp, _ = ops.attention(query, key, value, is_causal=True, softcap=2.0)
+    output, logsumexp, _, _ = ops.attention(query, key, value, is_causal=True, softcap=2.0)
     return (output**3).sum() + logsumexp.sin().sum()
 
 

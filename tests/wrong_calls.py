@@ -64,6 +64,7 @@ def backward(**changes: Any) -> Any:
         "output": normal(B, H, L, EV),
         "logsumexp": normal(B, H, L),
         "logsumexp_residual": normal(B, H, L),
+        "output_residual": None,
         "wanted": [True, True, True, False, False],
     }
     return ops.attention_backward(**{**arguments, **changes})
@@ -321,6 +322,18 @@ WRONG_CALLS: dict[str, Callable[[], object]] = {
     ),
     "logsumexp_residual must be ": lambda: backward(logsumexp_residual=normal(B, H, L, dtype=HALF)),
     "logsumexp_residual must have the shape ": lambda: backward(logsumexp_residual=normal(B, L, H)),
+    "output_residual must be a dense strided tensor, got layout ": lambda: backward(
+        output_residual=sparse(B, H, L, EV)
+    ),
+    "output_residual must be on the query's device ": lambda: backward(
+        output_residual=meta(B, H, L, EV)
+    ),
+    "output_residual must have the query's dtype ": lambda: backward(
+        output_residual=normal(B, H, L, EV, dtype=HALF)
+    ),
+    "output_residual must have the output's shape ": lambda: backward(
+        output_residual=normal(B, H, L, E)
+    ),
     "grad_output must be a dense strided tensor, got layout ": lambda: backward(
         grad_output=sparse(B, H, L, EV)
     ),

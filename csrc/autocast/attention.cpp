@@ -26,7 +26,7 @@ AttentionOptions widen(const AttentionOptions& options, at::ScalarType query_dty
 }
 
 template <c10::DeviceType kDevice>
-Tensor3 attention_autocast(TensorArg query, TensorArg key, TensorArg value,
+Tensor4 attention_autocast(TensorArg query, TensorArg key, TensorArg value,
                            const AttentionOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));

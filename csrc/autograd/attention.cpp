@@ -27,14 +27,15 @@ struct AttentionBackward final : AttentionNode<AttentionBackward, 5> {
     const auto options = arguments.options();
     const auto output = arguments.tensor(), logsumexp = arguments.tensor();
     const auto residual = arguments.tensor();
+    const auto output_residual = arguments.optional();
     auto [grad_query, grad_key, grad_value, grad_bias, grad_sinks] =
         attention_backward(given(grads[0]), given(grads[1]), query, key, value, options, output,
-                           logsumexp, residual, wanted);
+                           logsumexp, residual, output_residual, wanted);
     return {grad_query, grad_key, grad_value, grad_bias, grad_sinks};
   }
 };
 
-Tensor3 attention_autograd(TensorArg query, TensorArg key, TensorArg value,
+Tensor4 attention_autograd(TensorArg query, TensorArg key, TensorArg value,
                            const AttentionOptions& options) {
   const auto& bias = options.attn_bias;
   const auto& sinks = options.sinks;
@@ -48,14 +49,14 @@ Tensor3 attention_autograd(TensorArg query, TensorArg key, TensorArg value,
   }
   auto node = c10::make_intrusive<AttentionBackward>();
   node->set_next_edges(collect_next_edges(query, key, value, bias, sinks));
-  auto [output, logsumexp, residual] = [&] {
+  auto [output, logsumexp, residual, output_residual] = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return attention(query, key, value, options);
   }();
   set_history(output, node);
   set_history(logsumexp, node);
   auto& saved = node->saved;
-  saved.reserve(6 + kOptionTensors);
+  saved.reserve(7 + kOptionTensors);
   saved.keep(query);
   saved.keep(key);
   saved.keep(value);
@@ -63,7 +64,8 @@ Tensor3 attention_autograd(TensorArg query, TensorArg key, TensorArg value,
   saved.keep(output, /*is_output=*/true);
   saved.keep(logsumexp, /*is_output=*/true);
   saved.keep(residual);
-  return {std::move(output), std::move(logsumexp), std::move(residual)};
+  saved.keep(output_residual);
+  return {std::move(output), std::move(logsumexp), std::move(residual), std::move(output_residual)};
 }
 
 struct AttentionDoubleBackward final : AttentionNode<AttentionDoubleBackward, 7> {
@@ -85,20 +87,20 @@ Tensor5 attention_backward_autograd(OptionalArg grad_output, OptionalArg grad_lo
                                     TensorArg query, TensorArg key, TensorArg value,
                                     const AttentionOptions& options, TensorArg output,
                                     TensorArg logsumexp, TensorArg logsumexp_residual,
-                                    std::array<bool, 5> wanted) {
+                                    OptionalArg output_residual, std::array<bool, 5> wanted) {
   const auto& bias = options.attn_bias;
   const auto& sinks = options.sinks;
   if (any_tangent(grad_output, grad_logsumexp, query, key, value, bias, sinks)) {
     const auto checked =
         check_attention_backward(grad_output, grad_logsumexp, query, key, value, options, output,
-                                 logsumexp, logsumexp_residual, wanted);
+                                 logsumexp, logsumexp_residual, output_residual, wanted);
     return composite::attention_backward(grad_output, grad_logsumexp, query, key, value, checked,
                                          wanted);
   }
   const auto run = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return attention_backward(grad_output, grad_logsumexp, query, key, value, options, output,
-                              logsumexp, logsumexp_residual, wanted);
+                              logsumexp, logsumexp_residual, output_residual, wanted);
   };
   if (!compute_requires_grad(grad_output, grad_logsumexp, query, key, value, bias, sinks))
     return run();

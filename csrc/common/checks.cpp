@@ -129,6 +129,22 @@ void check_output(const Call& call, const at::Tensor& output, const c10::SymDimV
                  Sizes(expected), ", got ", output.sym_sizes());
 }
 
+void check_output_residual(const Call& call, const at::Tensor& residual,
+                           const c10::SymDimVector& expected) {
+  CHECK_ARGUMENT(call.op, is_dense(residual),
+                 "output_residual must be a dense strided tensor, got layout ",
+                 layout_of(residual));
+  CHECK_ARGUMENT(call.op, residual.device() == call.device,
+                 "output_residual must be on the query's device ", call.device, ", got ",
+                 residual.device());
+  CHECK_ARGUMENT(call.op, residual.scalar_type() == call.dtype,
+                 "output_residual must have the query's dtype ", call.dtype, ", got ",
+                 residual.scalar_type());
+  CHECK_ARGUMENT(call.op, same(residual.sym_sizes(), expected),
+                 "output_residual must have the output's shape ", Sizes(expected), ", got ",
+                 residual.sym_sizes());
+}
+
 void check_grad_output(const Call& call, const at::Tensor& grad,
                        const c10::SymDimVector& expected) {
   CHECK_ARGUMENT(call.op, is_dense(grad), "grad_output must be a dense strided tensor, got layout ",
@@ -202,6 +218,7 @@ AttentionOptions check_attention_backward(const std::optional<at::Tensor>& grad_
                                           const at::Tensor& value, const AttentionOptions& options,
                                           const at::Tensor& output, const at::Tensor& logsumexp,
                                           const at::Tensor& logsumexp_residual,
+                                          const std::optional<at::Tensor>& output_residual,
                                           std::array<bool, 5> wanted) {
   const char* op = "attention_backward";
   check_query(op, query);
@@ -213,6 +230,7 @@ AttentionOptions check_attention_backward(const std::optional<at::Tensor>& grad_
   check_output(call, output, expected);
   check_logsumexp(call, logsumexp);
   check_residual(call, logsumexp_residual);
+  if (output_residual) check_output_residual(call, *output_residual, expected);
   if (grad_output) check_grad_output(call, *grad_output, expected);
   if (grad_logsumexp) check_grad_logsumexp(call, *grad_logsumexp);
   CHECK_ARGUMENT(op, !wanted[3] || options.attn_bias,

@@ -33,6 +33,7 @@ AttentionOptions check_attention_backward(const std::optional<at::Tensor>& grad_
                                           const at::Tensor& value, const AttentionOptions& options,
                                           const at::Tensor& output, const at::Tensor& logsumexp,
                                           const at::Tensor& logsumexp_residual,
+                                          const std::optional<at::Tensor>& output_residual,
                                           std::array<bool, 5> wanted);
 
 AttentionOptions check_attention_weights(const at::Tensor& query, const at::Tensor& key,

@@ -192,7 +192,7 @@ QueryKey second_order_query_key(const DenseScores& dense, const SecondOrder& s, 
 
 }  // namespace
 
-Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                   const AttentionOptions& options) {
   const WithoutAutocast without_autocast;
   const auto dense = dense_scores(query, key, options);
@@ -200,7 +200,7 @@ Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tens
   auto values = repeat_heads(value.to(dense.scores.scalar_type()), query.sym_size(-3));
   if (dense.visible.defined()) values = zero_rows(values, dense.visible.any(-2));
   const auto output = at::matmul(times(soft.probabilities, dense.keep), values);
-  return {rows_first(output, query.scalar_type()), soft.logsumexp, soft.residual};
+  return {rows_first(output, query.scalar_type()), soft.logsumexp, soft.residual, at::Tensor()};
 }
 
 Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,

@@ -1,15 +1,15 @@
 // The op family as plain dense ATen formulas, with the contract's full semantics. Used where
 // derivatives of derivatives are wanted (forward mode, double backward), never for ordinary calls:
 // it materialises the scores. Every function is differentiable by autograd itself, to any order,
-// and safe under transforms. In these, a hidden key's NaN cannot be felt if every row hides that
-// key.
+// and safe under transforms; none returns an output_residual. In these, a hidden key's NaN cannot
+// be felt if every row hides that key.
 #pragma once
 
 #include "ops/attention.h"
 
 namespace attention_ext::composite {
 
-Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                   const AttentionOptions& options);
 
 Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,

@@ -10,13 +10,17 @@
 
 namespace attention_ext::cpu {
 
-Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                   const AttentionOptions& options) {
   const CallShape shape = call_shape(query, key, value.size(-1));
   const auto statistics = query.options().dtype(accumulation_type(query.scalar_type()));
   at::Tensor output = empty_heads(query, shape.heads, shape.q_length, shape.v_size);
   at::Tensor logsumexp = at::empty(query.sizes().slice(0, query.dim() - 1), statistics);
   at::Tensor residual = at::empty(logsumexp.sizes(), statistics);
+  at::Tensor output_residual;
+  if (accumulation_type(query.scalar_type()) != query.scalar_type()) {
+    output_residual = empty_heads(query, shape.heads, shape.q_length, shape.v_size);
+  }
 
   ParamsStorage storage;
   kernels::AttentionParams params;
@@ -24,6 +28,9 @@ Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tens
   params.output = make_view(output, shape.batch_sizes, storage);
   params.logsumexp = make_row_view(logsumexp, shape.batch_sizes, storage);
   params.residual = make_row_view(residual, shape.batch_sizes, storage);
+  if (output_residual.defined()) {
+    params.output_residual = make_view(output_residual, shape.batch_sizes, storage);
+  }
   params.visited = &visited_block_pairs();
 
   const kernels::CpuKernels& tier = active_kernels();
@@ -46,7 +53,7 @@ Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tens
                 tier.forward_join(params, partials.get(), queue, memory);
               });
   }
-  return {std::move(output), std::move(logsumexp), std::move(residual)};
+  return {std::move(output), std::move(logsumexp), std::move(residual), std::move(output_residual)};
 }
 
 }  // namespace attention_ext::cpu

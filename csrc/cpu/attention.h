@@ -7,7 +7,7 @@
 
 namespace attention_ext::cpu {
 
-Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                   const AttentionOptions& options);
 
 Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
@@ -15,6 +15,7 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
                            const at::Tensor& key, const at::Tensor& value,
                            const AttentionOptions& options, const at::Tensor& output,
                            const at::Tensor& logsumexp, const at::Tensor& logsumexp_residual,
+                           const std::optional<at::Tensor>& output_residual,
                            std::array<bool, 5> wanted);
 
 at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,

@@ -99,6 +99,7 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
                            const at::Tensor& key, const at::Tensor& value,
                            const AttentionOptions& options, const at::Tensor& output,
                            const at::Tensor& logsumexp, const at::Tensor& logsumexp_residual,
+                           const std::optional<at::Tensor>& output_residual,
                            std::array<bool, 5> wanted) {
   const CallShape shape = call_shape(query, key, value.size(-1));
   const at::ScalarType accumulation = accumulation_type(query.scalar_type());
@@ -108,6 +109,9 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
   kernels::BackwardParams p;
   fill_params(p, shape, query, key, value, options, storage);
   p.output = make_view(output, shape.batch_sizes, storage);
+  if (output_residual && output_residual->defined()) {
+    p.output_residual = make_view(*output_residual, shape.batch_sizes, storage);
+  }
   p.logsumexp = make_row_view(logsumexp, shape.batch_sizes, storage);
   p.residual = make_row_view(logsumexp_residual, shape.batch_sizes, storage);
   if (grad_output && grad_output->defined()) {
@@ -121,12 +125,8 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
   if (wanted[0] || wanted[1] || wanted[3] || wanted[4]) {
     delta = at::empty(logsumexp.sizes(), exact);
     p.delta = make_row_view(delta, shape.batch_sizes, storage);
-    const bool exact = kernels::needs_exact_delta(p);
-    run_items(kernels::query_blocks(p) * p.heads, active_kernels().backward_delta_scratch(p),
-              exact ? work_of(p, shape, 2) : work_of(p, shape, 1) / 64,
-              [&](kernels::WorkQueue& queue, void* memory) {
-                active_kernels().backward_delta(p, queue, memory);
-              });
+    run_items(kernels::query_blocks(p) * p.heads, 0, work_of(p, shape, 1) / 64,
+              [&](kernels::WorkQueue& queue, void*) { active_kernels().backward_delta(p, queue); });
   }
   if (wanted[0]) {
     grad_query = empty_heads(query, shape.heads, shape.q_length, shape.qk_size);

@@ -285,33 +285,34 @@ Results listed(Tuple&& results) {
                     std::move(results));
 }
 
-const Operation kAttention{"attention", {3, 3, 3}, {3, 2, 2}, 0, -1, -1};
-const Operation kBackward{"attention_backward", {3, 2, 3, 3, 3, 3, 2, 2}, {3, 3, 3, 3, 1}, 2, 3, 4};
+const Operation kAttention{"attention", {3, 3, 3}, {3, 2, 2, 3}, 0, -1, -1};
+const Operation kBackward{
+    "attention_backward", {3, 2, 3, 3, 3, 3, 2, 2, 3}, {3, 3, 3, 3, 1}, 2, 3, 4};
 const Operation kWeights{"attention_weights", {}, {3}, 0, -1, -1};
 const Operation kWeightsBackward{"attention_weights_backward", {}, {3, 3, 3, 2}, 1, 2, -1};
 
-Tensor3 attention_vmap(TensorArg query, TensorArg key, TensorArg value,
+Tensor4 attention_vmap(TensorArg query, TensorArg key, TensorArg value,
                        const AttentionOptions& options) {
   const auto run = [](const Tensors& t, const AttentionOptions& o) {
     return listed(attention(*t[0], *t[1], *t[2], o));
   };
   auto r = VmappedCall(kAttention, {query, key, value}, options, false, false, run)();
-  return {r[0], r[1], r[2]};
+  return {r[0], r[1], r[2], r[3]};
 }
 
 Tensor5 attention_backward_vmap(OptionalArg grad_output, OptionalArg grad_logsumexp,
                                 TensorArg query, TensorArg key, TensorArg value,
                                 const AttentionOptions& options, TensorArg output,
                                 TensorArg logsumexp, TensorArg logsumexp_residual,
-                                std::array<bool, 5> wanted) {
+                                OptionalArg output_residual, std::array<bool, 5> wanted) {
   const auto run = [&](const Tensors& t, const AttentionOptions& o) {
     return listed(
-        attention_backward(t[0], t[1], *t[2], *t[3], *t[4], o, *t[5], *t[6], *t[7], wanted));
+        attention_backward(t[0], t[1], *t[2], *t[3], *t[4], o, *t[5], *t[6], *t[7], t[8], wanted));
   };
-  auto r = VmappedCall(
-      kBackward,
-      {grad_output, grad_logsumexp, query, key, value, output, logsumexp, logsumexp_residual},
-      options, wanted[3], wanted[4], run)();
+  auto r = VmappedCall(kBackward,
+                       {grad_output, grad_logsumexp, query, key, value, output, logsumexp,
+                        logsumexp_residual, output_residual},
+                       options, wanted[3], wanted[4], run)();
   return {r[0], r[1], r[2], r[3], r[4]};
 }
 

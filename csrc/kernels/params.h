@@ -98,8 +98,8 @@ struct AttentionParams {
   double softcap = 0.0;
   DropoutParams dropout;
 
-  View output;               // forward: written; backward: not read (delta is)
-  View output_residual;      // 16-bit types: what rounding took from the output, same type
+  View output;               // forward: written; backward: read by the delta pass
+  View output_residual;      // 16-bit types: what rounding took from output; backward: optional
   View logsumexp, residual;  // accumulation type; (batch, head, row), the column stride is unused
   std::atomic<int64_t>* visited = nullptr;  // counts (query block, key block) pairs computed
 

@@ -5,7 +5,7 @@
 
 namespace attention_ext {
 
-Tensor3 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                   const AttentionOptions& options) {
   return AttentionOp::call(query, key, value, options);
 }
@@ -15,9 +15,10 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
                            const at::Tensor& key, const at::Tensor& value,
                            const AttentionOptions& options, const at::Tensor& output,
                            const at::Tensor& logsumexp, const at::Tensor& logsumexp_residual,
+                           const std::optional<at::Tensor>& output_residual,
                            std::array<bool, 5> wanted) {
   return AttentionBackwardOp::call(grad_output, grad_logsumexp, query, key, value, options, output,
-                                   logsumexp, logsumexp_residual, wanted);
+                                   logsumexp, logsumexp_residual, output_residual, wanted);
 }
 
 at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,

@@ -40,24 +40,25 @@ struct AttentionOptions {
   double dropout_p = 0.0;
 };
 
-using Tensor3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Tensor4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using Tensor5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// output (B, H, L, Ev), laid out in memory as (B, L, H, Ev); logsumexp (B, H, L); and the residual,
-// the part of logsumexp that its rounding lost, of the same shape and dtype (float32, float64 for
-// float64).
-C10_EXPORT Tensor3 attention(const at::Tensor& query, const at::Tensor& key,
+// output (B, H, L, Ev), laid out in memory as (B, L, H, Ev); logsumexp (B, H, L);
+// logsumexp_residual, the part of logsumexp that its rounding lost, of the same shape and dtype
+// (float32, float64 for float64); and output_residual, the same for output, undefined where its
+// rounding is that of the sums themselves (float32, float64).
+C10_EXPORT Tensor4 attention(const at::Tensor& query, const at::Tensor& key,
                              const at::Tensor& value, const AttentionOptions& options = {});
 
 // Gradients of query, key, value, attn_bias and sinks; an undefined tensor for each that is not
-// wanted. A missing incoming gradient counts as zero.
+// wanted. A missing incoming gradient counts as zero, a missing output_residual as none lost.
 C10_EXPORT Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
                                       const std::optional<at::Tensor>& grad_logsumexp,
                                       const at::Tensor& query, const at::Tensor& key,
                                       const at::Tensor& value, const AttentionOptions& options,
                                       const at::Tensor& output, const at::Tensor& logsumexp,
                                       const at::Tensor& logsumexp_residual,
+                                      const std::optional<at::Tensor>& output_residual,
                                       std::array<bool, 5> wanted);
 
 // The weights after dropout, (B, H, L, S), or their mean over the heads, (B, L, S); contiguous, in

@@ -40,22 +40,25 @@ at::ScalarType accumulation_of(const at::Tensor& query) {
   return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-Tensor3 attention_meta(TensorArg query, TensorArg key, TensorArg value,
+Tensor4 attention_meta(TensorArg query, TensorArg key, TensorArg value,
                        const AttentionOptions& options) {
   check_attention(query, key, value, options);
   const auto rows = leading(query, query.dim() - 1);
-  return {rows_first(query, query.sym_size(-3), query.sym_size(-2), value.sym_size(-1)),
-          contiguous(rows, query, accumulation_of(query)),
-          contiguous(rows, query, accumulation_of(query))};
+  const auto output = [&] {
+    return rows_first(query, query.sym_size(-3), query.sym_size(-2), value.sym_size(-1));
+  };
+  const bool rounded = query.scalar_type() != accumulation_of(query);
+  return {output(), contiguous(rows, query, accumulation_of(query)),
+          contiguous(rows, query, accumulation_of(query)), rounded ? output() : at::Tensor()};
 }
 
 Tensor5 attention_backward_meta(OptionalArg grad_output, OptionalArg grad_logsumexp,
                                 TensorArg query, TensorArg key, TensorArg value,
                                 const AttentionOptions& options, TensorArg output,
                                 TensorArg logsumexp, TensorArg logsumexp_residual,
-                                std::array<bool, 5> wanted) {
+                                OptionalArg output_residual, std::array<bool, 5> wanted) {
   check_attention_backward(grad_output, grad_logsumexp, query, key, value, options, output,
-                           logsumexp, logsumexp_residual, wanted);
+                           logsumexp, logsumexp_residual, output_residual, wanted);
   Tensor5 grads;
   if (wanted[0]) std::get<0>(grads) = rows_first(query);
   if (wanted[1]) std::get<1>(grads) = rows_first(key);

@@ -10,7 +10,7 @@
 namespace attention_ext {
 namespace {
 
-Tensor3 attention_cpu(TensorArg query, TensorArg key, TensorArg value,
+Tensor4 attention_cpu(TensorArg query, TensorArg key, TensorArg value,
                       const AttentionOptions& options) {
   return cpu::attention(query, key, value, check_attention(query, key, value, options));
 }
@@ -18,12 +18,12 @@ Tensor3 attention_cpu(TensorArg query, TensorArg key, TensorArg value,
 Tensor5 attention_backward_cpu(OptionalArg grad_output, OptionalArg grad_logsumexp, TensorArg query,
                                TensorArg key, TensorArg value, const AttentionOptions& options,
                                TensorArg output, TensorArg logsumexp, TensorArg logsumexp_residual,
-                               std::array<bool, 5> wanted) {
+                               OptionalArg output_residual, std::array<bool, 5> wanted) {
   const auto checked =
       check_attention_backward(grad_output, grad_logsumexp, query, key, value, options, output,
-                               logsumexp, logsumexp_residual, wanted);
+                               logsumexp, logsumexp_residual, output_residual, wanted);
   return cpu::attention_backward(grad_output, grad_logsumexp, query, key, value, checked, output,
-                                 logsumexp, logsumexp_residual, wanted);
+                                 logsumexp, logsumexp_residual, output_residual, wanted);
 }
 
 at::Tensor attention_weights_cpu(TensorArg query, TensorArg key, const AttentionOptions& options,

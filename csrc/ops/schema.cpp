@@ -26,13 +26,15 @@ TORCH_LIBRARY(attention_ext, m) {
     m.def(torch::schema(schema.c_str()), {at::Tag::pt2_compliant_tag});
   };
   define("attention(Tensor query, Tensor key, Tensor value, " + kTensors + ", " + kScalars +
-         ") -> (Tensor output, Tensor logsumexp, Tensor logsumexp_residual)");
+         ") -> (Tensor output, Tensor logsumexp, Tensor logsumexp_residual, "
+         "Tensor output_residual)");
   define(
       "attention_backward(Tensor? grad_output, Tensor? grad_logsumexp, Tensor query, Tensor key, "
       "Tensor value, " +
       kRequiredTensors +
-      ", Tensor output, Tensor logsumexp, Tensor logsumexp_residual, bool[5] wanted, " + kScalars +
-      ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      ", Tensor output, Tensor logsumexp, Tensor logsumexp_residual, "
+      "Tensor? output_residual, bool[5] wanted, " +
+      kScalars + ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   define("attention_weights(Tensor query, Tensor key, " + kRequiredTensors +
          ", Tensor logsumexp, Tensor logsumexp_residual, " + kScalars +
          ", bool average_heads=False) -> Tensor");

@@ -78,14 +78,14 @@ using TensorArg = const at::Tensor&;
 using OptionalArg = const OptionalTensor&;
 
 struct AttentionOp
-    : Signature<AttentionOp, Tensor3, Types<TensorArg, TensorArg, TensorArg>, Types<>, Types<>> {
+    : Signature<AttentionOp, Tensor4, Types<TensorArg, TensorArg, TensorArg>, Types<>, Types<>> {
   static constexpr const char* kName = "attention_ext::attention";
 };
 
 struct AttentionBackwardOp
     : Signature<AttentionBackwardOp, Tensor5,
                 Types<OptionalArg, OptionalArg, TensorArg, TensorArg, TensorArg>,
-                Types<TensorArg, TensorArg, TensorArg, std::array<bool, 5>>, Types<>> {
+                Types<TensorArg, TensorArg, TensorArg, OptionalArg, std::array<bool, 5>>, Types<>> {
   static constexpr const char* kName = "attention_ext::attention_backward";
 };
 

@@ -1,7 +1,8 @@
 // Forward for very short queries (decoding with a key/value cache): bound by reading K and V, so an
-// item takes all heads of a group over one range of keys and reads every key once from memory. Head
-// sizes lie in lanes for the products, so that a single query row wastes nothing, keys lie in lanes
-// for the softmax, and options and masks work on the same tiles as everywhere.
+// item takes all heads of a group over one range of keys and reads every key once from memory (once
+// for every 64 rows of a large group, where products bind). Head sizes lie in lanes for the
+// products, so that a single query row wastes nothing, keys lie in lanes for the softmax, and
+// options and masks work on the same tiles as everywhere.
 #pragma once
 
 #include "kernels/cpu/finish.h"
@@ -15,26 +16,31 @@ struct Decode {
   static constexpr int W = kLanes<T>;
   const AttentionParams& p;
   const int64_t e_padded, ev_padded;
+  const int64_t heads_at_once;
+  int64_t heads;  // at work: some neighbours of a group
   Tile<T> tile;
-  T* query;          // [head of the group][row][e_padded], scaled
-  Partial<T>* part;  // per head of the group; output [row][ev_padded]
+  T* query;          // [head at work][row][e_padded], scaled
+  Partial<T>* part;  // per head at work; output [row][ev_padded]
   T* lines;          // scores, then probabilities [row][kBlock]
   T* scores;         // the same as a tile [key][kBlock], for options
   T *key_rows, *value_rows;
   uint8_t* keep;
 
   AE_INLINE Decode(const AttentionParams& params, Arena& arena)
-      : p(params), e_padded(round_up(params.qk_size, W)), ev_padded(round_up(params.v_size, W)) {
+      : p(params),
+        e_padded(round_up(params.qk_size, W)),
+        ev_padded(round_up(params.v_size, W)),
+        heads_at_once(smaller(params.group(), kDecodeRowsAtOnce / larger(1, params.q_length))) {
     tile.allocate(arena, p);
-    query = arena.take<T>(p.group() * p.q_length * e_padded);
-    part = arena.take<Partial<T>>(p.group());
-    for (int64_t g = 0; g < p.group(); ++g) {
+    query = arena.take<T>(heads_at_once * p.q_length * e_padded);
+    part = arena.take<Partial<T>>(heads_at_once);
+    for (int64_t n = 0; n < heads_at_once; ++n) {
       Partial<T> one;
       one.allocate(arena, p.q_length * ev_padded);
-      if (arena.memory != nullptr) part[g] = one;
+      if (arena.memory != nullptr) part[n] = one;
     }
     scores = arena.take<T>(kBlock * kBlock);
-    lines = arena.take<T>(p.group() * p.q_length * kBlock);
+    lines = arena.take<T>(heads_at_once * p.q_length * kBlock);
     key_rows = arena.take<T>(in_lanes<T>(p.key, p.qk_size) ? 0 : kBlock * e_padded);
     value_rows = arena.take<T>(in_lanes<T>(p.value, p.v_size) ? 0 : kBlock * ev_padded);
     keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
@@ -46,38 +52,40 @@ struct Decode {
     return operand_of<T>(source, in_lanes<T>(view, size), tile.nk, size, copy);
   }
 
-  // All heads of group g over `keys`.
-  void run(const Problem& problem, int64_t g, KeyRange keys, int64_t& visited) {
-    const int64_t group = p.group(), rows = p.q_length;
+  // `count` heads of group g, from its head `first` on, over `keys`.
+  void run(const Problem& problem, int64_t g, int64_t first, int64_t count, KeyRange keys,
+           int64_t& visited) {
+    const int64_t h = g * p.group() + first, rows = p.q_length;
+    heads = count;
     tile.i0 = 0;
     tile.nq = rows;
-    for (int64_t n = 0; n < group; ++n) {
+    for (int64_t n = 0; n < heads; ++n) {
       part[n].clear(rows * ev_padded);
       T* const q = query + n * rows * e_padded;
-      copy_scaled<T>(Rows(p.query, problem.batch, g * group + n, 0, 0), rows, p.qk_size,
+      copy_scaled<T>(Rows(p.query, problem.batch, h + n, 0, 0), rows, p.qk_size,
                      static_cast<T>(p.scale), q, e_padded);
     }
     const int64_t step = key_block(problem.k_length);
     const KeyRange hull =
         p.windowed() ? window_hull(p, problem, 0, rows - 1) : KeyRange{0, problem.k_length};
-    const int64_t first = larger(keys.begin, hull.begin / step * step);
-    for (int64_t j0 = first; j0 < smaller(keys.end, hull.end); j0 += step) {
+    const int64_t begin = larger(keys.begin, hull.begin / step * step);
+    for (int64_t j0 = begin; j0 < smaller(keys.end, hull.end); j0 += step) {
       tile.j0 = j0;
       tile.nk = smaller(step, problem.k_length - j0);
       Operand<T> key{nullptr, 0}, value{nullptr, 0};
-      for (int64_t n = 0; n < group; ++n) {
-        if (classify<T>(p, problem, g * group + n, tile) == Visibility::kHidden) continue;
+      for (int64_t n = 0; n < heads; ++n) {
+        if (classify<T>(p, problem, h + n, tile) == Visibility::kHidden) continue;
         if (key.data == nullptr) {
           key = operand(p.key, problem, g, p.qk_size, key_rows);
           value = operand(p.value, problem, g, p.v_size, value_rows);
         }
         if (n == 0 && alike() && !tile.mixed) {
           together(key, value);
-          visited += group;
+          visited += heads;
           break;
         }
         ++visited;
-        head(problem, g * group + n, part[n], query + n * rows * e_padded, key, value);
+        head(problem, h + n, part[n], query + n * rows * e_padded, key, value);
       }
     }
   }
@@ -88,10 +96,10 @@ struct Decode {
            p.softcap == 0 && p.alibi_slopes == nullptr && p.dropout.threshold == 0;
   }
 
-  // A visible tile without options for all rows of the group: four rows share a reading of the
+  // A visible tile without options for all rows at work: four rows share a reading of the
   // keys, and one of the values.
   void together(const Operand<T>& key, const Operand<T>& value) {
-    const int64_t count = p.group() * p.q_length;
+    const int64_t count = heads * p.q_length;
     int64_t r = 0;
     for (; r + 4 <= count; r += 4) {
       row_scores<T, 4>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
@@ -99,12 +107,12 @@ struct Decode {
     for (; r < count; ++r) {
       row_scores<T, 1>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
     }
-    for (int64_t n = 0; n < p.group(); ++n) note_seen(tile, part[n]);
+    for (int64_t n = 0; n < heads; ++n) note_seen(tile, part[n]);
     for (r = 0; r + 4 <= count; r += 4) values_together<4>(value, r);
     for (; r < count; ++r) values_together<1>(value, r);
   }
 
-  // Softmax and values of NR rows of the group, from row r on.
+  // Softmax and values of NR rows, from row r on.
   template <int NR>
   AE_INLINE void values_together(const Operand<T>& value, int64_t r) {
     T shrink[NR];
@@ -221,12 +229,12 @@ struct Decode {
     }
   }
 
-  // Results of the group, into the tensors or, where the keys are split, into the buffer between
-  // the phases.
-  void finish_group(const Problem& problem, int64_t g, void* partials, int64_t split) {
-    const int64_t group = p.group(), rows = p.q_length;
-    for (int64_t n = 0; n < group; ++n) {
-      const int64_t h = g * group + n;
+  // Results of the heads at work, the first of them `first_head`, into the tensors or, where the
+  // keys are split, into the buffer between the phases.
+  void finish_heads(const Problem& problem, int64_t first_head, void* partials, int64_t split) {
+    const int64_t rows = p.q_length;
+    for (int64_t n = 0; n < heads; ++n) {
+      const int64_t h = first_head + n;
       const Partial<T>& one = part[n];
       if (forward_splits(p) > 1) {
         const SplitResult<T> to(partials, p, problem.index * p.heads + h, split);
@@ -239,8 +247,9 @@ struct Decode {
       }
       finish_statistics(p, problem, h, 0, rows, one);
       for (int64_t i = 0; i < rows; ++i) {
-        copy_out<T>(one.output + i * ev_padded, ev_padded, 1, p.v_size, one.sum[i],
-                    Rows(p.output, problem.batch, h, i, 0));
+        const OutputRows to(p, problem, h, i);
+        copy_out<T>(one.output + i * ev_padded, ev_padded, 1, p.v_size, one.sum[i], to.output,
+                    to.rest_or_null());
       }
     }
   }

@@ -53,13 +53,25 @@ void finish_statistics(const AttentionParams& p, const Problem& problem, int64_t
   }
 }
 
+// Where the result of some rows goes: the output and, if it has 16 bits, what its rounding took.
+struct OutputRows {
+  Rows output, rest;
+  bool keep_rest;
+
+  AE_INLINE OutputRows(const AttentionParams& p, const Problem& problem, int64_t h, int64_t i)
+      : output(p.output, problem.batch, h, problem.q_begin + i, 0),
+        rest(p.output_residual, problem.batch, h, problem.q_begin + i, 0),
+        keep_rest(p.output_residual.defined()) {}
+  AE_INLINE const Rows* rest_or_null() const { return keep_rest ? &rest : nullptr; }
+};
+
 // A query block whose keys were not split.
 template <class T>
 void finish(const AttentionParams& p, const Problem& problem, int64_t h, int64_t i0, int64_t nq,
             const Partial<T>& part) {
   finish_statistics(p, problem, h, i0, nq, part);
-  transpose_out<T>(part.output, kBlock, part.sum, nq, p.v_size,
-                   Rows(p.output, problem.batch, h, problem.q_begin + i0, 0));
+  const OutputRows to(p, problem, h, i0);
+  transpose_out<T>(part.output, kBlock, part.sum, nq, p.v_size, to.output, to.rest_or_null());
 }
 
 // Layout of one split's result in the buffer between the two phases.
@@ -125,7 +137,7 @@ void join_splits(const AttentionParams& p, const Problem& problem, int64_t h, vo
   }
   finish_statistics(p, problem, h, 0, p.q_length, part);
   for (int64_t i = 0; i < p.q_length; ++i) {
-    const Rows out(p.output, problem.batch, h, i, 0);
+    const OutputRows to(p, problem, h, i);
     for (int64_t e = 0; e < p.v_size; e += W) {
       Vec<T> sum{};
       for (int64_t split = 0; split < splits; ++split) {
@@ -134,7 +146,7 @@ void join_splits(const AttentionParams& p, const Problem& problem, int64_t h, vo
         const auto type = sizeof(T) == 8 ? ScalarType::kFloat64 : ScalarType::kFloat32;
         sum = fma(load_piece<T>(at, type, 1, p.v_size - e), broadcast(shrink(split, i)), sum);
       }
-      store_piece<T>(out.at(0, e), out.type, out.column_stride, p.v_size - e, sum * part.sum[i]);
+      store_result<T>(to.output, to.rest_or_null(), 0, e, p.v_size - e, sum * part.sum[i]);
     }
   }
 }

@@ -26,9 +26,7 @@ struct CpuKernels {
   void (*forward_join)(const AttentionParams&, void* partials, WorkQueue&, void* scratch);
 
   // delta = rowsum(dO * O) - dlse. Items: query blocks.
-  // In scratch if needs_exact_delta().
-  int64_t (*backward_delta_scratch)(const BackwardParams&);
-  void (*backward_delta)(const BackwardParams&, WorkQueue&, void* scratch);
+  void (*backward_delta)(const BackwardParams&, WorkQueue&);
   // dQ, dK, dV, and the bias gradient if bias_with_keys(). Items: (problem, key/value head, key
   // range), in this order.
   int64_t (*backward_items)(const BackwardParams&);

@@ -123,6 +123,17 @@ struct Rows {
   }
 };
 
+// Stores x at (i, j) and, into `rest`, what rounding took from it: nothing where it is not finite.
+template <class T>
+AE_INLINE void store_result(const Rows& out, const Rows* rest, int64_t i, int64_t j, int64_t count,
+                            Vec<T> x) {
+  store_piece<T>(out.at(i, j), out.type, out.column_stride, count, x);
+  if (rest == nullptr) return;
+  x -= load_piece<T>(out.at(i, j), out.type, out.column_stride, count);
+  x = select(equal(x - x, Vec<T>{}), x, Vec<T>{});
+  store_piece<T>(rest->at(i, j), rest->type, rest->column_stride, count, x);
+}
+
 // Read in place by the products: the accumulation type with adjacent columns.
 template <class T>
 AE_INLINE bool readable_in_place(const View& view) {
@@ -192,10 +203,10 @@ void transpose_in(const Rows& rows, int64_t n, int64_t columns, T factor, T* out
   }
 }
 
-// out rows = in[j][i] * scale[i] for i < n, j < columns.
+// out rows = in[j][i] * scale[i] for i < n, j < columns; into `rest`, what rounding took from them.
 template <class T>
 void transpose_out(const T* in, int64_t ldi, const T* scale, int64_t n, int64_t columns,
-                   const Rows& out) {
+                   const Rows& out, const Rows* rest = nullptr) {
   constexpr int W = kLanes<T>;
   const bool direct = direct_rows<T>(out);
   for (int64_t i0 = 0; i0 < n; i0 += W) {
@@ -205,7 +216,13 @@ void transpose_out(const T* in, int64_t ldi, const T* scale, int64_t n, int64_t 
       load_columns<T>(in + j0 * ldi + i0, ldi, columns - j0, square);
       AE_UNROLL for (int j = 0; j < W; ++j) square[j] *= factor;
       transpose_square<T>(square);
-      store_square<T>(out, direct, i0, n, j0, columns, square);
+      if (rest == nullptr) {
+        store_square<T>(out, direct, i0, n, j0, columns, square);
+        continue;
+      }
+      for (int i = 0; i < W && i0 + i < n; ++i) {
+        store_result<T>(out, rest, i0 + i, j0, columns - j0, square[i]);
+      }
     }
   }
 }
@@ -240,14 +257,14 @@ void copy_in(const Rows& rows, int64_t n, int64_t columns, T* out, int64_t ldo) 
   }
 }
 
-// out rows[i][j] = factor * in[i][j].
+// out rows[i][j] = factor * in[i][j]; into `rest`, what rounding took from them.
 template <class T>
-void copy_out(const T* in, int64_t ldi, int64_t n, int64_t columns, T factor, const Rows& out) {
+void copy_out(const T* in, int64_t ldi, int64_t n, int64_t columns, T factor, const Rows& out,
+              const Rows* rest = nullptr) {
   constexpr int W = kLanes<T>;
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t j = 0; j < columns; j += W) {
-      store_piece<T>(out.at(i, j), out.type, out.column_stride, columns - j,
-                     load(in + i * ldi + j) * factor);
+      store_result<T>(out, rest, i, j, columns - j, load(in + i * ldi + j) * factor);
     }
   }
 }

@@ -35,6 +35,8 @@ constexpr int64_t kSplitKeys = 1024;
 // Rows up to which a head's queries are so few that head sizes, not queries, fill the lanes
 // (cpu/decode.h).
 constexpr int64_t kDecodeRows = 4;
+// Rows of a group's heads that are decoded together: their scratch stays within 256 KiB.
+constexpr int64_t kDecodeRowsAtOnce = 64;
 
 AE_INLINE bool decoding(const AttentionParams& p) {
   return !p.packed() && p.q_length <= kDecodeRows;
@@ -72,12 +74,6 @@ AE_INLINE int64_t backward_range(const AttentionParams& p, int64_t k_length) {
 // How many ranges every problem is given; the last ones of a short packed sequence are empty.
 AE_INLINE int64_t backward_ranges(const AttentionParams& p) {
   return larger(1, blocks_of(blocks_of(p.k_length, kBlock), backward_range_blocks(p)));
-}
-
-// Whether delta is summed from P dP instead of dO * O (cpu/exact_delta.h).
-AE_INLINE bool needs_exact_delta(const BackwardParams& p) {
-  return (p.type == ScalarType::kBFloat16 || p.type == ScalarType::kFloat16) &&
-         p.dropout.threshold != 0 && p.grad_output.defined();
 }
 
 // Work items of the pass over the keys. Ranges of one head wait for each other, so a few heads take

@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "kernels/cpu/bias_gradient.h"
-#include "kernels/cpu/exact_delta.h"
 #include "kernels/cpu/tiers/entries.h"
 
 namespace attention_ext::kernels {
@@ -12,13 +11,21 @@ namespace ATTENTION_EXT_TIER {
 
 namespace {
 
+// sum of dO * (O + what rounding took from O): rows of a nearly one-hot softmax are differences of
+// almost equal numbers, which the rounding of a 16-bit O would drown.
 template <class T>
-T dot(const Rows& a, const Rows& b, int64_t size) {
+T grad_times_output(const BackwardParams& p, int64_t b, int64_t h, int64_t i) {
   constexpr int W = kLanes<T>;
+  const auto piece = [&](const View& view, int64_t e) {
+    const Rows row(view, b, h, i, 0);
+    return load_piece<T>(row.at(0, e), row.type, row.column_stride, p.v_size - e);
+  };
+  const bool rounded = p.output_residual.defined();
   Vec<T> sum{};
-  for (int64_t e = 0; e < size; e += W) {
-    sum = fma(load_piece<T>(a.at(0, e), a.type, a.column_stride, size - e),
-              load_piece<T>(b.at(0, e), b.type, b.column_stride, size - e), sum);
+  for (int64_t e = 0; e < p.v_size; e += W) {
+    Vec<T> output = piece(p.output, e);
+    if (rounded) output += piece(p.output_residual, e);
+    sum = fma(piece(p.grad_output, e), output, sum);
   }
   T total{};
   for (int lane = 0; lane < W; ++lane) total += sum[lane];
@@ -35,24 +42,10 @@ void delta(const BackwardParams& p, WorkQueue& queue) {
     for (int64_t i = at.block * rows; i < end; ++i) {
       const int64_t b = problem.batch, h = at.head, row = problem.q_begin + i;
       T value{};
-      if (p.grad_output.defined()) {
-        value = dot<T>(Rows(p.grad_output, b, h, row, 0), Rows(p.output, b, h, row, 0), p.v_size);
-      }
+      if (p.grad_output.defined()) value = grad_times_output<T>(p, b, h, row);
       if (p.grad_logsumexp.defined()) value -= *p.grad_logsumexp.at<T>(b, h, row, 0);
       *p.delta.at<T>(b, h, row, 0) = value;
     }
-  }
-}
-
-template <class T>
-void exact_delta(const BackwardParams& p, WorkQueue& queue, void* memory) {
-  Arena arena{static_cast<char*>(memory)};
-  ExactDelta<T> kernel(p, arena);
-  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
-    const BlockIndex at = block_index(p, item);
-    const Problem problem = p.problem(at.problem);
-    const int64_t rows = query_block(problem.q_length), i0 = at.block * rows;
-    kernel.query_rows(problem, at.head, i0, smaller(rows, problem.q_length - i0));
   }
 }
 
@@ -107,11 +100,7 @@ void bias(const BackwardParams& p, WorkQueue& queue, void* memory) {
 
 }  // namespace
 
-int64_t backward_delta_scratch(const BackwardParams& p) {
-  return needs_exact_delta(p) ? measure<float, ExactDelta<float>>(p) : 0;
-}
-void backward_delta(const BackwardParams& p, WorkQueue& queue, void* memory) {
-  if (needs_exact_delta(p)) return exact_delta<float>(p, queue, memory);
+void backward_delta(const BackwardParams& p, WorkQueue& queue) {
   p.type == ScalarType::kFloat64 ? delta<double>(p, queue) : delta<float>(p, queue);
 }
 

@@ -31,8 +31,12 @@ void decode(const AttentionParams& p, void* partials, WorkQueue& queue, void* me
   for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
     const Problem problem = p.problem(item / (splits * p.kv_heads));
     const int64_t g = item / splits % p.kv_heads, split = item % splits;
-    kernel.run(problem, g, split_keys(p, problem, split), visited);
-    kernel.finish_group(problem, g, partials, split);
+    const int64_t step = kernel.heads_at_once;
+    for (int64_t first = 0; first < p.group(); first += step) {
+      kernel.run(problem, g, first, smaller(step, p.group() - first), split_keys(p, problem, split),
+                 visited);
+      kernel.finish_heads(problem, g * p.group() + first, partials, split);
+    }
   }
   if (p.visited != nullptr) p.visited->fetch_add(visited);
 }
