@@ -1,4 +1,4 @@
-"""python -m benchmarks: every row against torch, printed, and written to out/benchmarks/."""
+"""python -m benchmarks: every row against its other side, printed, and written to out/."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import torch
 from tqdm import tqdm
 
 from attention_ext.__main__ import report as build_report
+from benchmarks.lengths import Point, measure_lengths, write_lengths_picture
 from benchmarks.measure import Mismatch, Result, measure
-from benchmarks.report import HEADER, line, load_warning, verdict, write_json, write_picture
+from benchmarks.report import (
+    HEADER,
+    line,
+    load_warning,
+    verdict,
+    write_json,
+    write_markdown,
+    write_picture,
+)
 from benchmarks.rows import all_rows
 
 
@@ -34,7 +43,7 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     print(build_report())
-    print("\nratio = torch's time / ours, the median over repetitions that time both in turn\n")
+    print("\nratio = the other side's best time / ours, both timed in turn\n")
     print(load_warning() + HEADER)
     results: list[Result] = []
     errors: list[str] = []
@@ -44,17 +53,24 @@ def main() -> None:
         bar.set_postfix_str(row.name)
         try:
             results.append(measure(row, seconds=seconds, threads=arguments.threads))
-        except (Mismatch, RuntimeError, NotImplementedError) as error:
+        except (Mismatch, RuntimeError, NotImplementedError, ImportError) as error:
             errors.append(f"{row.name}: {str(error).splitlines()[0]}")
-            tqdm.write(f"{row.name:<54} did not run: {str(error).splitlines()[0]}")
+            tqdm.write(f"{row.name:<57} did not run: {str(error).splitlines()[0]}")
         else:
             tqdm.write(line(results[-1]))
     print("\n" + verdict(results, errors))
+    points: list[Point] = []
+    if not arguments.only:
+        print("\nTime and memory against sequence length ...")
+        points = measure_lengths(tqdm.write, seconds / 3)
     if results:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.out / "benchmarks.json", results, errors)
+        write_json(arguments.out / "benchmarks.json", results, points, errors)
+        write_markdown(arguments.out / "benchmarks.md", results)
         write_picture(arguments.out / "benchmarks.png", results)
-        print(f"Written: {arguments.out / 'benchmarks.json'} and benchmarks.png beside it.")
+        if points:
+            write_lengths_picture(arguments.out / "lengths.png", points)
+        print(f"Written to {arguments.out}:", *sorted(x.name for x in arguments.out.iterdir()))
 
 
 if __name__ == "__main__":

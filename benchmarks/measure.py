@@ -1,8 +1,7 @@
-"""Timing of one row: both sides in one process, one after the other within every repetition.
+"""Timing of one row: all sides in one process, one after the other within every repetition.
 
-A neighbour on the machine then slows both sides alike, and the ratio is taken repetition by
-repetition. The machine's own multiply-add peak is measured right before the row,
-for the same reason.
+A neighbour on the machine then slows all sides alike. The limit of a row is measured there, too:
+the multiply-add peak, the memory's read bandwidth, or the time of another piece of our work.
 """
 
 from __future__ import annotations
@@ -10,108 +9,138 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.rows import FLOOR_SMALL_CALL, SMALL_CALL, Row
+from benchmarks.rows import Row
 from benchmarks.work import Call, Prepared
 
 SAMPLE = 2e-3  # a sample repeats a short call until it takes about this many seconds
+REPETITIONS = 15  # at least, whatever time they take
 
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds a call; ratios are torch's time over ours, so more than 1 is faster than torch."""
+    """Seconds a call; ratios are the other side's time over ours: more than 1 is faster than it."""
 
     name: str
+    other: str
     spelling: str
     ours_best: float
     ours_median: float
-    torch_best: float
-    torch_median: float
-    ratio: float
+    other_best: float
+    other_median: float
+    ratio: float  # of the best times
+    ratio_median: float  # the median over repetitions, and its quartiles
     ratio_low: float
     ratio_high: float
-    ratio_of_bests: float
-    floor: float
+    must: float
+    limit: str
+    percent_of_limit: float
+    other_percent_of_limit: float
+    aim: float | None
+    aim_ratio: float | None
     gflops: float
-    torch_gflops: float
-    peak_gflops: float | None
     repetitions: int
 
     @property
     def passed(self) -> bool:
-        return self.ratio >= self.floor
+        return self.ratio >= self.must
 
     @property
-    def percent_of_peak(self) -> float | None:
-        return 100 * self.gflops / self.peak_gflops if self.peak_gflops else None
-
-    @property
-    def torch_percent_of_peak(self) -> float | None:
-        return 100 * self.torch_gflops / self.peak_gflops if self.peak_gflops else None
+    def reached_aim(self) -> bool:
+        if self.aim_ratio is not None:
+            return self.ratio >= self.aim_ratio
+        return self.aim is None or self.percent_of_limit >= self.aim
 
     def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "passed": self.passed, "percent_of_peak": self.percent_of_peak}
+        return {**asdict(self), "passed": self.passed, "reached_aim": self.reached_aim}
 
 
 class Mismatch(RuntimeError):
     """The two sides of a row do not compute the same thing."""
 
 
-def fma_peak(threads: int, double: bool) -> float | None:
-    """GFLOP/s of the machine's multiply-adds now, or None where the library cannot tell."""
-    probe = getattr(torch.ops.attention_ext, "_fma_peak", None)
-    return float(probe(threads, double)) if probe is not None else None
+def fma_peak(threads: int, double: bool) -> float:
+    """Floating-point operations a second of bare multiply-adds, in 1e9."""
+    return float(torch.ops.attention_ext._fma_peak(threads, double))
 
 
 def measure(row: Row, *, seconds: float, threads: int) -> Result:
-    """Times one row for about `seconds`, at least three repetitions."""
+    """Times one row for about `seconds`, at least fifteen repetitions."""
     prepared = row.work.prepare()
     _check_same(row.name, prepared)
-    spelling, theirs = _fastest(prepared.torch)
-    ours = prepared.ours
-    peak = fma_peak(threads, double=row.work.dtype == torch.float64)
+    spelling, theirs = _fastest(prepared.others)
+    sides = [_Side(prepared.ours), _Side(theirs)]
+    limit_seconds = _limit(row, prepared, threads, sides)
 
-    ours_count, theirs_count = _count(ours), _count(theirs)
-    pairs: list[tuple[float, float]] = []
     gc.collect()
     gc.disable()
     try:
         end = time.perf_counter() + seconds
-        while len(pairs) < 3 or (time.perf_counter() < end and len(pairs) < 200):
-            if len(pairs) % 2:  # either side goes first equally often
-                second = _sample(theirs, theirs_count)
-                pairs.append((_sample(ours, ours_count), second))
-            else:
-                first = _sample(ours, ours_count)
-                pairs.append((first, _sample(theirs, theirs_count)))
+        done = 0
+        while done < REPETITIONS or (time.perf_counter() < end and done < 200):
+            # Each side is first equally often.
+            for side in sides if done % 2 else reversed(sides):
+                time.sleep(prepared.settle)
+                side.sample()
+            done += 1
     finally:
         gc.enable()
 
-    mine, other = zip(*pairs, strict=True)
-    ratios = sorted(b / a for a, b in pairs)
+    mine, other = sides[0].times, sides[1].times
+    ratios = [b / a for a, b in zip(mine, other, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    small = statistics.median(other) < SMALL_CALL
+    limit = limit_seconds()
     return Result(
         name=row.name,
+        other=row.other,
         spelling=spelling,
         ours_best=min(mine),
         ours_median=statistics.median(mine),
-        torch_best=min(other),
-        torch_median=statistics.median(other),
-        ratio=middle,
+        other_best=min(other),
+        other_median=statistics.median(other),
+        ratio=min(other) / min(mine),
+        ratio_median=middle,
         ratio_low=low,
         ratio_high=high,
-        ratio_of_bests=min(other) / min(mine),
-        floor=FLOOR_SMALL_CALL if small else row.floor,
-        gflops=prepared.flops / statistics.median(mine) / 1e9,
-        torch_gflops=prepared.flops / statistics.median(other) / 1e9,
-        peak_gflops=peak,
-        repetitions=len(pairs),
+        must=row.must,
+        limit=row.limit_name,
+        percent_of_limit=100 * limit / min(mine),
+        other_percent_of_limit=100 * limit / min(other),
+        aim=row.aim,
+        aim_ratio=row.aim_ratio,
+        gflops=prepared.flops / min(mine) / 1e9,
+        repetitions=done,
     )
+
+
+class _Side:
+    """One closure and the seconds that a call of it took, sample by sample."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.count = call, _count(call)
+        self.times: list[float] = []
+
+    def sample(self) -> None:
+        self.times.append(_sample(self.call, self.count))
+
+
+def _limit(row: Row, prepared: Prepared, threads: int, sides: list[_Side]) -> Callable[[], float]:
+    """Seconds that the work would take at its limit, to be asked for after the measurement."""
+    if row.limit == "peak":
+        double = row.work.dtype == torch.float64
+        before = fma_peak(threads, double)
+        return lambda: prepared.flops / 1e9 / max(before, fma_peak(threads, double))
+    if row.limit == "bandwidth":
+        memory = torch.ones(int(prepared.memory) // 4)
+        sides.append(_Side(memory.sum))
+    else:
+        sides.append(_Side(row.limit.prepare().ours))
+    return lambda: min(sides[2].times)
 
 
 def _sample(call: Call, count: int) -> float:
@@ -129,7 +158,7 @@ def _count(call: Call) -> int:
 
 
 def _fastest(spellings: dict[str, Call]) -> tuple[str, Call]:
-    """The spelling of torch's side that takes the least time."""
+    """The spelling of the other side that takes the least time."""
     if len(spellings) == 1:
         return next(iter(spellings.items()))
     times = {}
@@ -143,8 +172,8 @@ def _fastest(spellings: dict[str, Call]) -> tuple[str, Call]:
 def _check_same(name: str, prepared: Prepared) -> None:
     """Every spelling gives our result, to the accuracy of the dtype."""
     ours = _tensors(prepared.ours())
-    for spelling, call in prepared.torch.items():
-        theirs = _tensors(call())
+    for spelling, call in prepared.others.items():
+        theirs = _tensors((prepared.check or call)())
         if len(ours) != len(theirs) or any(a.shape != b.shape for a, b in zip(ours, theirs)):  # noqa: B905
             raise Mismatch(f"{name}: ours and {spelling} return different shapes")
         for a, b in zip(ours, theirs, strict=True):

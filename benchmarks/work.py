@@ -7,8 +7,8 @@ the benchmark takes the fastest of torch's. Masks are made in advance, as each s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +24,31 @@ Direction = Literal["fwd", "bwd", "fwd+bwd"]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The closures of one row; their results are compared first unless they are random."""
+    """The closures of one row; their results are compared first unless they are random.
+
+    `check` gives the others' result as a tensor where the call does not; `settle` is how long, in
+    seconds, the sides leave each other alone (their threads may spin). `memory` is what must be
+    read, in bytes.
+    """
 
     ours: Call
-    torch: dict[str, Call]
+    others: dict[str, Call]
     flops: float
     comparable: bool = True
+    check: Call | None = None
+    settle: float = 0.0
+    memory: float = 0.0
+
+
+class Work(Protocol):
+    """What a row times."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def prepare(self) -> Prepared:
+        """Inputs and closures, the same every day."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +76,13 @@ class Attention:
             for name, forward in _spellings(args, kwargs).items()
         }
         ours = _directed(_ours(args, kwargs), leaves, self.direction)
-        return Prepared(ours, spellings, self.flops(kwargs), comparable=not self.case.dropout_p)
+        return Prepared(
+            ours,
+            spellings,
+            self.flops(kwargs),
+            comparable=not self.case.dropout_p,
+            memory=sum(x.nbytes for x in args),
+        )
 
     def flops(self, kwargs: Kwargs) -> float:
         """Two products forward, five backward, two operations for each multiply-add.
@@ -109,17 +134,50 @@ class ModuleStep:
         return Prepared(step(ours), {"module": step(theirs)}, projections + products)
 
 
+@dataclass(frozen=True)
+class RawCall:
+    """The smallest call, B1 H1 S8 D8, through torch.ops: the fixed cost of a call."""
+
+    direction: Direction = "fwd"
+    dtype: torch.dtype = torch.float32
+
+    def prepare(self) -> Prepared:
+        case = Case("smallest", 8, 8, 8, batch=(1,), heads=1)
+        args, _ = case.make(self.dtype, requires_grad=self.direction != "fwd")
+        op = torch.ops.attention_ext.attention.default
+        ours = _directed(lambda: op(*args)[0], list(args), self.direction)
+        sdpa = _directed(_spellings(args, {})["sdpa"], list(args), self.direction)
+        return Prepared(ours, {"sdpa": sdpa}, 2.0 * 2 * 8 * 8 * 8)
+
+
+@dataclass(frozen=True)
+class TwoThreads:
+    """A piece of our own work on one thread, against the same on two."""
+
+    work: Attention
+    dtype: torch.dtype = torch.float32
+
+    def prepare(self) -> Prepared:
+        prepared = self.work.prepare()
+
+        def alone() -> object:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                return prepared.ours()
+            finally:
+                torch.set_num_threads(threads)
+
+        return replace(prepared, others={"one thread": alone})
+
+
 def _padding(batch: int, keys: int) -> Tensor:
     spread = torch.linspace(-0.25, 0.25, batch) if batch > 1 else torch.zeros(1)
     return torch.arange(keys) < ((0.5 + spread) * keys).round()[:, None]
 
 
 def _ours(args: Args, kwargs: Kwargs) -> Forward:
-    """torch's own signature where it can say it, ae.attention otherwise."""
-    if {"window", "key_mask"} & kwargs.keys():
-        return lambda: ae.attention(*args, **kwargs)  # type: ignore[return-value]
-    options = _sdpa_options(kwargs)
-    return lambda: ae.scaled_dot_product_attention(*args, **options)
+    return lambda: ae.attention(*args, **kwargs)  # type: ignore[return-value]
 
 
 def _sdpa_options(kwargs: Kwargs) -> dict[str, Any]:
