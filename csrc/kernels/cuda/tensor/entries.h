@@ -1,0 +1,14 @@
+// The tensor-core kernels of one 16-bit type, as launch.cpp calls them: each function plans its
+// grid and enqueues it. One file of instances/ per pass and type defines them.
+#pragma once
+
+#include "kernels/cuda/launch.h"
+
+namespace attention_ext::kernels::cuda::tensor {
+
+template <ScalarType kType>
+struct TensorCore {
+  static const char* forward(const AttentionParams&, const DeviceLimits&, void* stream);
+};
+
+}  // namespace attention_ext::kernels::cuda::tensor

@@ -1,0 +1,118 @@
+// Which tiles a block visits. Windows are arithmetic; where a bool mask, a key mask or a bias may
+// hide pairs, the block reads them a chunk of tiles ahead and classifies every tile exactly: hidden
+// tiles are skipped before anything of K and V is loaded, fully visible ones need no mask again.
+#pragma once
+
+#include "kernels/cuda/tensor/scores.cuh"
+
+namespace attention_ext::kernels::cuda::tensor {
+
+enum class TileKind : uint8_t { kHidden, kMixed, kVisible };
+
+constexpr int kChunk = 16;  // tiles classified together: their bias is still in L2 when it is used
+
+// One warp: the kind of a kRows x kKeys tile, by looking at every pair until both sorts were seen.
+template <int kRows, int kKeys>
+AE_DEVICE TileKind classify_by_warp(const AttentionParams& p, const Head& head, const Place& at) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const Dense d = dense_of(p, head, at.i0, at.j0);
+  const int rows = at.nq < kRows ? at.nq : kRows, keys = at.nk < kKeys ? at.nk : kKeys;
+  const bool window = rows - 1 + at.low > 0 || at.high < keys - 1;
+  // Rows that are alike need one look.
+  const bool alike = !window && (!p.attn_mask.defined() || p.attn_mask.stride[2] == 0) &&
+                     (!p.attn_bias.defined() || p.attn_bias.stride[2] == 0);
+  bool some = false, hidden = rows < kRows || keys < kKeys;
+  for (int x = 0; x < (alike ? 1 : rows); ++x) {
+    for (int y = lane; y < keys; y += 32) {
+      const bool on = at.inside(x, y) && unmasked(p, d, x, y);
+      some = some || on;
+      hidden = hidden || !on;
+    }
+    if ((x & 7) == 7 && ptx::any(some) && ptx::any(hidden)) break;
+  }
+  if (!ptx::any(some)) return TileKind::kHidden;
+  return ptx::any(hidden) ? TileKind::kMixed : TileKind::kVisible;
+}
+
+template <int kRows, int kKeys>
+AE_DEVICE TileKind classify_by_window(const Place& at) {
+  const int rows = at.nq < kRows ? at.nq : kRows, keys = at.nk < kKeys ? at.nk : kKeys;
+  if (rows <= 0 || keys <= 0 || at.low > keys - 1 || rows - 1 + at.high < 0) {
+    return TileKind::kHidden;
+  }
+  const bool whole =
+      rows == kRows && keys == kKeys && rows - 1 + at.low <= 0 && at.high >= keys - 1;
+  return whole ? TileKind::kVisible : TileKind::kMixed;
+}
+
+// Walks over the visible tiles [begin, end) of one head, in order: key tiles of one query tile
+// (kOverKeys) or query tiles of one key tile. All threads of the block call next() together.
+template <bool kOverKeys, int kRows, int kKeys>
+struct Walk {
+  const AttentionParams& p;
+  const Head& head;
+  int64_t fixed;         // i0 or j0 of the tile that stays
+  int tile, end, chunk;  // 32 bits count tiles of 64
+  TileKind* kinds;       // [kChunk], shared
+  TileKind kind;
+
+  static constexpr int kStep = kOverKeys ? kKeys : kRows;
+
+  AE_DEVICE Walk(const AttentionParams& params, const Head& of_head, int64_t fixed_at,
+                 TileKind* shared_kinds)
+      : p(params), head(of_head), fixed(fixed_at), kinds(shared_kinds), kind(TileKind::kHidden) {
+    constexpr int kFixed = kOverKeys ? kRows : kKeys;
+    const int64_t length = kOverKeys ? head.problem.q_length : head.problem.k_length;
+    const int64_t last = (fixed + kFixed < length ? fixed + kFixed : length) - 1;
+    int64_t first, behind;
+    if constexpr (kOverKeys) {
+      const KeyRange hull = window_hull(p, head.problem, fixed, last);
+      first = hull.begin;
+      behind = hull.end;
+    } else {
+      const RowRange rows = window_rows(p, head.problem, fixed, last);
+      first = rows.begin;
+      behind = rows.end;
+    }
+    tile = static_cast<int>(first / kStep) - 1;
+    end = first < behind ? static_cast<int>((behind + kStep - 1) / kStep) : tile;
+    chunk = tile - kChunk;
+  }
+
+  AE_DEVICE int64_t position() const { return int64_t{tile} * kStep; }
+  AE_DEVICE Place place(int64_t of_tile) const {
+    return kOverKeys ? place_of(p, head, fixed, of_tile * kStep)
+                     : place_of(p, head, of_tile * kStep, fixed);
+  }
+
+  // Moves to the next visible tile; false behind the last one.
+  AE_DEVICE bool next() {
+    for (++tile; tile < end; ++tile) {
+      if (has_dense_mask(p)) {
+        if (tile >= chunk + kChunk) classify_chunk();
+        kind = kinds[tile - chunk];
+      } else {
+        kind = classify_by_window<kRows, kKeys>(place(tile));
+      }
+      if (kind != TileKind::kHidden) return true;
+    }
+    return false;
+  }
+
+ private:
+  AE_DEVICE void classify_chunk() {
+    chunk = tile;
+    __syncthreads();  // nobody reads the kinds of the last chunk any more
+    const int warp = static_cast<int>(threadIdx.x) >> 5;
+#pragma unroll 1
+    for (int n = warp; n < kChunk && chunk + n < end; n += kWarps) {
+      const Place at = place(chunk + n);
+      TileKind found = classify_by_window<kRows, kKeys>(at);
+      if (found != TileKind::kHidden) found = classify_by_warp<kRows, kKeys>(p, head, at);
+      if ((threadIdx.x & 31) == 0) kinds[n] = found;
+    }
+    __syncthreads();
+  }
+};
+
+}  // namespace attention_ext::kernels::cuda::tensor
