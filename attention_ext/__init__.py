@@ -13,6 +13,7 @@ from attention_ext.functional import (
     varlen_attention,
 )
 from attention_ext.modules import MultiheadAttention
+from attention_ext.override import sdpa
 from attention_ext.replace import replace_attention
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "reference",
     "replace_attention",
     "scaled_dot_product_attention",
+    "sdpa",
     "varlen_attention",
     "visualize",
 ]
