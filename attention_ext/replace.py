@@ -28,11 +28,15 @@ def replace_attention(model: nn.Module) -> int:
     go around the module in evaluation, and :class:`torch.nn.TransformerEncoder` no longer turns
     padded input into nested tensors (its output keeps the padded length).
 
+    Models may be compiled (:func:`torch.compile`), wrapped for distributed training
+    (:class:`~torch.nn.parallel.DistributedDataParallel`) or adapted (LoRA) before or after. LoRA on
+    ``out_proj`` alone, which torch's module reads past, has its effect.
+
     Subclasses are left alone, because they may compute something else; so are references to
     replaced modules that are not submodules (in plain lists or closures).
 
     Args:
-        model: any module; compile or wrap it for distributed training afterwards.
+        model: any module.
 
     Returns:
         How many modules were replaced; 0 is not an error.
@@ -40,7 +44,8 @@ def replace_attention(model: nn.Module) -> int:
     Raises:
         TypeError: ``model`` is no module.
         ValueError: ``model`` is itself a :class:`torch.nn.MultiheadAttention`, which cannot be
-            replaced in place.
+            replaced in place; or the ``forward`` of an attention module was replaced or compiled by
+            itself, so that the old one would go on. Nothing is replaced then.
 
     Example::
 
@@ -56,6 +61,9 @@ def replace_attention(model: nn.Module) -> int:
             "torch.nn.MultiheadAttention. Wrap it: model = torch.nn.ModuleList([model]); "
             "replace_attention(model); model = model[0]"
         )
+    for path, module in model.named_modules():
+        if _is_torch_attention(module):
+            _refuse_own_forward(path, module)
     replaced: dict[nn.Module, MultiheadAttention] = {}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -64,6 +72,9 @@ def replace_attention(model: nn.Module) -> int:
             if child not in replaced:
                 replaced[child] = _convert(child)
             parent._modules[name] = replaced[child]
+            if name == "_orig_mod" and hasattr(parent, "dynamo_ctx"):
+                compiled: Any = parent
+                compiled._initialize()  # torch.compile's wrapper keeps the forward of its module
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(
             isinstance(inner, MultiheadAttention) for inner in module.modules()
@@ -74,6 +85,17 @@ def replace_attention(model: nn.Module) -> int:
 
 def _is_torch_attention(module: nn.Module) -> bool:
     return parametrize.type_before_parametrizations(module) is nn.MultiheadAttention
+
+
+def _refuse_own_forward(path: str, module: nn.Module) -> None:
+    """Raise if calling the module would not run its class's forward: the copy would not, either."""
+    compiled = module.__dict__.get("_compiled_call_impl") is not None
+    if compiled or "forward" in module.__dict__:
+        raise ValueError(
+            f"replace_attention: {path} was {'compiled' if compiled else 'given a forward'} by "
+            "itself and would go on with its old attention. Replace first, then "
+            f"{'compile it' if compiled else 'change its forward'}"
+        )
 
 
 def _convert(module: nn.Module) -> MultiheadAttention:
