@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -27,6 +26,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 from build_backend import DEFAULT_TORCH, add_torch_to_path  # noqa: E402
+from compile_flags import KERNEL_FLAGS, TIER_FLAGS  # noqa: E402
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's, not needed here
 
@@ -34,20 +34,8 @@ CSRC = ROOT / "csrc"
 NINJA_DIR = ROOT / "build" / "ninja"
 
 COMMON_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{CSRC}"]
-# -ffp-contract=off: a product is fused where the source says fma and nowhere else.
-# -fno-ivopts: otherwise gcc keeps a pointer per row of a register tile and spills.
-# -Wno-...: gcc 12 warns about its own intrinsics headers, and about the ABI of vector arguments
-# that never leave a tier's object.
-KERNEL_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-ivopts"]
-KERNEL_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 GLUE_FLAGS = ["-O2", "-fopenmp"]  # without -fopenmp at::parallel_for silently runs on one thread
 
-AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
-AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-AVX512_FLAGS += ["-mprefer-vector-width=512"]
-TIER_FLAGS: dict[str, list[str]] = {"baseline": []}
-if platform.machine() in ("x86_64", "AMD64"):
-    TIER_FLAGS |= {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS}
 TIER_MACROS = [f"-DATTENTION_EXT_HAVE_{tier.upper()}" for tier in TIER_FLAGS if tier != "baseline"]
 
 NO_TORCH = f"""the extension is compiled against the torch it will run with, and there is none here.

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,13 @@ import pytest
 from tiers import machine_tiers
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ["forward", "backward", "weights", "table"]
+sys.path.insert(0, str(ROOT / "tools"))
+from compile_flags import TIER_FLAGS  # noqa: E402
+
+SOURCES = ["forward", "backward", "weights", "peak", "table"]
 SANITIZERS = {
     "address,undefined": ["-fno-sanitize-recover=all"],
     "thread": [],
-}
-TIER_FLAGS = {
-    "baseline": [],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
 
 

@@ -1,5 +1,4 @@
-// Entry points of the weights kernel of one tier, and the tier's FMA loop for benchmarks. Compiled
-// once per tier.
+// Entry points of the weights kernel of one tier. Compiled once per tier.
 #include "kernels/cpu/weights.h"
 
 #include "kernels/cpu/tiers/entries.h"
@@ -29,25 +28,6 @@ void run(const WeightsParams& p, WorkQueue& queue, void* memory) {
   }
 }
 
-// Sixteen independent chains of fused multiply-adds, enough to hide their latency; the operations
-// they performed.
-template <class T>
-double fma_chains(int64_t repeats) {
-  constexpr int kChains = kRegisters == 32 ? 16 : 12;
-  Vec<T> chain[kChains];
-  AE_UNROLL for (int i = 0; i < kChains; ++i) chain[i] = broadcast(static_cast<T>(i));
-  const Vec<T> a = broadcast(T(0.999)), b = broadcast(T(0.001));
-  for (int64_t n = 0; n < repeats; ++n) {
-    AE_UNROLL for (int i = 0; i < kChains; ++i) chain[i] = fma(chain[i], a, b);
-    asm volatile("" ::: "memory");
-  }
-  Vec<T> sum = chain[0];
-  AE_UNROLL for (int i = 1; i < kChains; ++i) sum += chain[i];
-  volatile T keep = sum[0];
-  (void)keep;
-  return static_cast<double>(repeats) * kChains * kLanes<T> * 2;
-}
-
 }  // namespace
 
 int64_t weights_items(const WeightsParams& p) {
@@ -58,10 +38,6 @@ int64_t weights_scratch(const WeightsParams& p) {
 }
 void weights(const WeightsParams& p, WorkQueue& queue, void* memory) {
   p.type == ScalarType::kFloat64 ? run<double>(p, queue, memory) : run<float>(p, queue, memory);
-}
-
-double fma_loop(bool double_precision, int64_t repeats) {
-  return double_precision ? fma_chains<double>(repeats) : fma_chains<float>(repeats);
 }
 
 }  // namespace ATTENTION_EXT_TIER

@@ -1,0 +1,111 @@
+// Every instance of the product that the kernels use (kernels/cpu/microkernel.h), alone and in the
+// caches, in percent of the tier's multiply-add peak. Run by benchmarks/microkernels.py.
+#include <time.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "kernels/cpu/microkernel.h"
+#include "kernels/cpu/tiers/entries.h"
+
+namespace tier = attention_ext::kernels::ATTENTION_EXT_TIER;
+using namespace attention_ext::kernels;
+using tier::Band;
+using tier::Read;
+using tier::Start;
+
+namespace {
+
+constexpr int kRounds = 15;
+
+// Of this thread: other processes on the machine do not count.
+double now() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// Operations a second of the best of several rounds of about half a millisecond.
+template <class Run>
+double best_rate(double operations, Run&& run) {
+  int repeats = 1;
+  double best = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    const double start = now();
+    for (int n = 0; n < repeats; ++n) run();
+    const double seconds = now() - start;
+    if (seconds < 5e-4) {
+      repeats *= 2;
+      --round;
+      continue;
+    }
+    const double rate = operations * repeats / seconds;
+    best = rate > best ? rate : best;
+  }
+  return best;
+}
+
+template <class T>
+T* numbers(int64_t count) {
+  auto* const memory = static_cast<T*>(std::aligned_alloc(64, round_up(count * sizeof(T), 64)));
+  for (int64_t n = 0; n < count; ++n) memory[n] = static_cast<T>(n % 7) / 8;
+  return memory;
+}
+
+// rows x (NV vectors) results over `depth`, operands strided as the kernels stride theirs.
+template <class T, int NV, Start kStart, Read kRead>
+void instance(const char* name, double peak, int64_t rows, int64_t depth, int64_t lda, int64_t ldb,
+              int64_t ldc) {
+  constexpr int W = tier::kLanes<T>;
+  T* const a = numbers<T>((kRead == Read::kRows ? rows : depth) * lda);
+  T* const b = numbers<T>(depth * ldb);
+  T* const c = numbers<T>(rows * ldc);
+  tier::Vec<T> scale[NV];
+  for (int v = 0; v < NV; ++v) scale[v] = tier::broadcast(T(0.5));
+  const double operations = 2.0 * static_cast<double>(rows * depth * NV * W);
+  const double rate = best_rate(operations, [&] {
+    tier::multiply_panel<T, NV, kStart, kRead>(a, lda, b, ldb, c, ldc, rows, depth, scale, Band{});
+  });
+  std::printf("%-8s %-30s %dx%d  rows %3ld depth %3ld %7.1f GF/s %6.1f %%\n",
+              sizeof(T) == 8 ? "float64" : "float32", name, tier::kTileRows<NV>, NV,
+              static_cast<long>(rows), static_cast<long>(depth), rate / 1e9, 100 * rate / peak);
+  std::free(a);
+  std::free(b);
+  std::free(c);
+}
+
+template <class T, int NV>
+void strip(double peak) {
+  for (const int64_t size : {64, 128}) {
+    instance<T, NV, Start::kZero, Read::kRows>("scores = K Q^T", peak, kBlock, size, size, kBlock,
+                                               kBlock);
+    instance<T, NV, Start::kScale, Read::kColumns>("output = r output + V^T P", peak, size, kBlock,
+                                                   size, kBlock, kBlock);
+    instance<T, NV, Start::kAdd, Read::kRows>("dK += dS^T Q", peak, kBlock, kBlock, kBlock, size,
+                                              size);
+    instance<T, NV, Start::kAdd, Read::kColumns>("dQ += dS K", peak, kBlock, kBlock, kBlock, size,
+                                                 size);
+  }
+}
+
+template <class T>
+void all() {
+  const bool is_double = sizeof(T) == 8;
+  const double peak =
+      best_rate(tier::fma_loop(is_double, 1000), [&] { tier::fma_loop(is_double, 1000); });
+  std::printf("%-8s peak of bare multiply-adds %36.1f GF/s\n", is_double ? "float64" : "float32",
+              peak / 1e9);
+  strip<T, 1>(peak);
+  strip<T, 2>(peak);
+  strip<T, 3>(peak);
+  strip<T, 4>(peak);
+}
+
+}  // namespace
+
+int main() {
+  all<float>();
+  all<double>();
+  return 0;
+}
