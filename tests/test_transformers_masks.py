@@ -148,6 +148,26 @@ def test_copies_of_a_structured_mask_stay_structured() -> None:
         assert torch.equal(copy.dense(), a_mask().dense())
 
 
+def test_an_offset_may_be_a_number_per_sequence() -> None:
+    offsets = torch.tensor([5, 2, -1])
+    mask = StructuredMask((3, 1, 4, 9), (3, 0), offsets, PADDING, "cpu")
+    for n, offset in enumerate(offsets.tolist()):
+        one = StructuredMask((1, 1, 4, 9), (3, 0), offset, PADDING[n : n + 1], "cpu")
+        assert torch.equal(mask.dense()[n : n + 1], one.dense())
+    inner, context = mask.__tensor_flatten__()
+    parts = {name: getattr(mask, name) for name in inner}
+    again = StructuredMask.__tensor_unflatten__(parts, context, mask.shape, None)
+    assert torch.equal(again.dense(), mask.dense())
+
+
+def test_a_mask_of_one_row_serves_every_query() -> None:
+    mask = StructuredMask((3, 1, 1, 9), (None, None), 0, PADDING, "cpu")
+    x = torch.randn(3, 2, 9, 8)
+    got, _ = integration._attention_forward(torch.nn.Module(), x[:, :, :5], x, x, mask)
+    want, _ = integration._attention_forward(torch.nn.Module(), x[:, :, :5], x, x, mask.dense())
+    assert torch.equal(got, want)
+
+
 def test_a_mask_stores_no_square() -> None:
     mask = structured_mask(**call(theirs.causal_mask_function, q_length=10**6, kv_length=10**6))
     assert mask.shape == (3, 1, 10**6, 10**6)  # 3 TB if it were dense

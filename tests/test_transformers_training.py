@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)
@@ -15,7 +16,7 @@ if importlib.util.find_spec("transformers") is None:
 import transformers
 
 from attention_ext.integrations import transformers as integration
-from hf_cases import CASES, LENGTH, Case, ExactSoftmax, Record
+from hf_cases import CASES, LENGTH, VOCABULARY, Case, ExactSoftmax, Record, padding
 
 pytestmark = pytest.mark.slow
 
@@ -83,18 +84,69 @@ def test_compiled_models_keep_their_masks_structured() -> None:
         assert (call.kwargs["window_left"], call.kwargs["window_right"]) == (3, 0)
 
 
-def test_compiled_decoding_over_a_static_cache_gives_eagers_tokens_and_one_graph() -> None:
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_compiled_decoding_gives_eagers_tokens_from_a_few_graphs(cache: str) -> None:
     case = case_of("mistral")
     model, inputs = case.build("AutoModelForCausalLM"), case.inputs("left")
     arguments = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
-    arguments |= {"cache_implementation": "static"}
+    arguments |= {"cache_implementation": cache}
     with ExactSoftmax():
         expected = model.generate(**inputs, **arguments)
     integration.use(model)
-    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    count = CompileCounterWithBackend("aot_eager")
     model.forward = torch.compile(model.forward, backend=count)
     assert torch.equal(model.generate(**inputs, **arguments), expected)
-    assert 0 < count.frame_count < 8  # graphs of the prompt and of decoding, not one per token
+    assert 0 < count.frame_count <= 4  # of the prompt and of decoding, not one per token
+
+
+def test_one_compiled_graph_takes_every_length() -> None:
+    case = case_of("mistral")
+    model = case.build()
+    integration.use(model)
+    count = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=count, dynamic=True, fullgraph=True)
+    frames = set()
+    for length in (9, 12, 7):
+        ids = torch.randint(3, VOCABULARY, (3, length))
+        inputs = {"input_ids": ids, "attention_mask": padding("left", length), "use_cache": False}
+        with torch.no_grad():
+            got, expected = (m(**inputs).last_hidden_state for m in (compiled, model))
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        frames.add(count.frame_count)
+    assert len(frames) == 1
+
+
+@pytest.mark.parametrize("name", ["bert", "mistral"])
+def test_an_exported_model_holds_the_operator(name: str) -> None:
+    case = case_of(name)
+    model, inputs = case.build(), case.inputs("left")
+    inputs |= {"use_cache": False} if case.causal else {}
+    integration.use(model)
+    program = torch.export.export(model, (), inputs)
+    op = torch.ops.attention_ext.attention.default
+    assert [node.target for node in program.graph.nodes].count(op) == case.layers
+    got = program.module()(**inputs).last_hidden_state
+    torch.testing.assert_close(got, model(**inputs).last_hidden_state, rtol=1e-12, atol=1e-12)
+
+
+def test_vmap_gives_every_samples_gradient() -> None:
+    case = case_of("bert")
+    model, inputs = case.build(), case.inputs("right")
+    integration.use(model)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
+        one = {"input_ids": ids[None], "attention_mask": mask[None]}
+        states = torch.func.functional_call(model, parameters, (), one).last_hidden_state
+        return (states.square() * mask[None, :, None]).sum()
+
+    gradient = torch.func.grad(loss)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    together = torch.func.vmap(gradient, (None, 0, 0))(parameters, ids, mask)
+    for n in range(3):
+        alone = gradient(parameters, ids[n], mask[n])
+        for name in parameters:
+            torch.testing.assert_close(together[name][n], alone[name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -33,7 +33,7 @@ class StructuredMask(Tensor):
     Args:
         shape: (B, 1, L, S)
         window: (left, right), as in :func:`attention_ext.attention`.
-        query_offset: key position of row 0.
+        query_offset: key position of row 0; an int, or an integer tensor (B).
         key_mask: bool (B, S), or None.
         device: where the rows it masks are.
 
@@ -42,7 +42,7 @@ class StructuredMask(Tensor):
     """
 
     window: Window
-    query_offset: int
+    query_offset: int | Tensor
     key_mask: Tensor | None
 
     @staticmethod
@@ -50,7 +50,7 @@ class StructuredMask(Tensor):
         cls: type[StructuredMask],
         shape: tuple[int, ...],
         window: Window,
-        query_offset: int,
+        query_offset: int | Tensor,
         key_mask: Tensor | None,
         device: torch.device | str,
     ) -> StructuredMask:
@@ -64,7 +64,10 @@ class StructuredMask(Tensor):
     def dense(self) -> Tensor:
         """The mask as an ordinary tensor (B, 1, L, S)."""
         batch, _, rows, keys = self.shape
-        row = torch.arange(rows, device=self.device)[:, None] + self.query_offset
+        offset = self.query_offset
+        if isinstance(offset, Tensor):
+            offset = offset[:, None, None, None]
+        row = torch.arange(rows, device=self.device)[:, None] + offset
         distance = torch.arange(keys, device=self.device) - row
         left, right = self.window
         seen = torch.ones_like(distance, dtype=torch.bool)
@@ -77,6 +80,8 @@ class StructuredMask(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         inner = [] if self.key_mask is None else ["key_mask"]
+        if isinstance(self.query_offset, Tensor):
+            return [*inner, "query_offset"], (self.window, None, self.device)
         return inner, (self.window, self.query_offset, self.device)
 
     @staticmethod
@@ -84,6 +89,7 @@ class StructuredMask(Tensor):
         inner: dict[str, Tensor], context: Any, size: Any, stride: Any
     ) -> StructuredMask:
         window, query_offset, device = context
+        query_offset = inner.get("query_offset", query_offset)
         return StructuredMask(size, window, query_offset, inner.get("key_mask"), device)
 
     @classmethod
@@ -136,8 +142,13 @@ def structured_mask(
                 key_mask = key_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
                 if key_mask.size(1) < kv_length:  # empty slots of a cache stay hidden
                     key_mask = torch.nn.functional.pad(key_mask, (0, kv_length - key_mask.size(1)))
+            offset: int = q_offset - kv_offset
+            carried: int | Tensor = offset
+            if torch.compiler.is_compiling() and offset != 0:
+                # It grows with a cache. Dynamo can't carry a symbolic int as a tensor's attribute.
+                carried = torch.full((batch_size,), offset, dtype=torch.int64, device=device)
             shape = (batch_size, 1, q_length, kv_length)
-            return StructuredMask(shape, window, q_offset - kv_offset, key_mask, device)
+            return StructuredMask(shape, window, carried, key_mask, device)
     dense: Tensor = sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
         allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **kwargs,

@@ -226,10 +226,13 @@ def _without_mask(query: Tensor, is_causal: bool, sliding_window: int | None) ->
 
 def _structured(mask: StructuredMask, query: Tensor, key: Tensor) -> dict[str, Any]:
     """The parts of a mask from our own mask interface, as the operator takes them."""
-    if mask.size(2) != query.size(2) or mask.size(3) != key.size(2):
+    rows, keys = mask.size(2), mask.size(3)
+    if rows == 1 != query.size(2) and keys == key.size(2):  # one row for all queries
+        return _dense(mask.dense(), query)
+    if (rows, keys) != (query.size(2), key.size(2)):
         raise RuntimeError(
-            f"attention_ext: the attention mask is for {mask.size(2)} queries and {mask.size(3)} "
-            f"keys, got {query.size(2)} and {key.size(2)}"
+            f"attention_ext: the attention mask is for {rows} queries and {keys} keys, got "
+            f"{query.size(2)} and {key.size(2)}"
         )
     options: dict[str, Any] = {}
     if mask.window == (None, 0):
