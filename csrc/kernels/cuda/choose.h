@@ -38,11 +38,33 @@ AE_INLINE bool tensor_cores_take(const AttentionParams& p, const DeviceLimits& d
          rows_are_aligned(p.query) && rows_are_aligned(p.key) && rows_are_aligned(p.value);
 }
 
+// The same for the passes of the backward; attention weights have no value and go to SIMT.
+AE_INLINE bool tensor_cores_take(const BackwardParams& p, const DeviceLimits& device) {
+  const AttentionParams& forward = p;
+  return tensor_cores_take(forward, device) && !p.grad_weights.defined() && p.value.defined() &&
+         !p.grad_statistics.defined() &&
+         (!p.grad_output.defined() || rows_are_aligned(p.grad_output));
+}
+
 // Whether a call needs the instance that takes every option; the plain one takes windows, bool
 // masks and sinks, which keeps more registers for products.
 AE_INLINE bool needs_general(const AttentionParams& p) {
   return p.attn_bias.defined() || p.softcap > 0 || p.alibi_slopes != nullptr || !(p.scale > 0) ||
          p.dropout.threshold != 0 || (p.key_mask.defined() && !p.key_mask_is_bool);
+}
+
+// f<size, general>() for the instance that takes a call.
+template <class F>
+const char* for_instance(const AttentionParams& p, F&& f) {
+  const bool general = needs_general(p);
+  switch (padded_size(p)) {
+    case 64:
+      return general ? f.template operator()<64, true>() : f.template operator()<64, false>();
+    case 128:
+      return general ? f.template operator()<128, true>() : f.template operator()<128, false>();
+    default:
+      return general ? f.template operator()<256, true>() : f.template operator()<256, false>();
+  }
 }
 
 }  // namespace attention_ext::kernels::cuda

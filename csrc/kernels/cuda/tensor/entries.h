@@ -9,6 +9,8 @@ namespace attention_ext::kernels::cuda::tensor {
 template <ScalarType kType>
 struct TensorCore {
   static const char* forward(const AttentionParams&, const DeviceLimits&, void* stream);
+  static const char* keys(const BackwardParams&, const DeviceLimits&, void* stream);
+  static const char* queries(const BackwardParams&, const DeviceLimits&, void* stream);
 };
 
 }  // namespace attention_ext::kernels::cuda::tensor

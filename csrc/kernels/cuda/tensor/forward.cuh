@@ -17,18 +17,13 @@
 #pragma once
 
 #include "kernels/cuda/choose.h"
+#include "kernels/cuda/plan.h"
 #include "kernels/cuda/simt/forward.cuh"
 #include "kernels/cuda/tensor/careful.cuh"
 #include "kernels/cuda/tensor/entries.h"
 #include "kernels/cuda/tensor/walk.cuh"
 
 namespace attention_ext::kernels::cuda::tensor {
-
-// What a block shares beside its tiles.
-struct BlockState {
-  Head head;
-  TileKind kinds[kChunk];
-};
 
 // Sizes of an instance. kGeneral: takes every option; the plain ones take windows and bool masks.
 // kResident: the query operand stays in registers.
@@ -37,7 +32,7 @@ struct ForwardShape {
   static constexpr int kSlices = kSize <= 64 && !kGeneral ? 2 : 1;
   static constexpr int kRows = 16 * kWarps * kSlices;
   static constexpr int kKeys = 64;
-  static constexpr bool kResident = kSize <= 128;
+  static constexpr bool kResident = kSize <= 128 && kSlices == 1;
   static constexpr int kSharedMemory =
       (kRows + 2 * kKeys) * kSize * 2 + static_cast<int>(sizeof(BlockState));
 };
@@ -330,20 +325,6 @@ __global__ void __launch_bounds__(kThreads, 2)
                           seen != 0 ? high * factor : 0.0f);
       }
     }
-  }
-}
-
-// f<size, general>() for the instance that takes a call.
-template <class F>
-const char* for_instance(const AttentionParams& p, F&& f) {
-  const bool general = needs_general(p);
-  switch (padded_size(p)) {
-    case 64:
-      return general ? f.template operator()<64, true>() : f.template operator()<64, false>();
-    case 128:
-      return general ? f.template operator()<128, true>() : f.template operator()<128, false>();
-    default:
-      return general ? f.template operator()<256, true>() : f.template operator()<256, false>();
   }
 }
 

@@ -50,7 +50,7 @@ AE_DEVICE TileKind classify_by_window(const Place& at) {
 template <bool kOverKeys, int kRows, int kKeys>
 struct Walk {
   const AttentionParams& p;
-  const Head& head;
+  const Head* head;
   int64_t fixed;         // i0 or j0 of the tile that stays
   int tile, end, chunk;  // 32 bits count tiles of 64
   TileKind* kinds;       // [kChunk], shared
@@ -60,17 +60,23 @@ struct Walk {
 
   AE_DEVICE Walk(const AttentionParams& params, const Head& of_head, int64_t fixed_at,
                  TileKind* shared_kinds)
-      : p(params), head(of_head), fixed(fixed_at), kinds(shared_kinds), kind(TileKind::kHidden) {
+      : p(params), head(&of_head), fixed(fixed_at), kinds(shared_kinds), kind(TileKind::kHidden) {
+    restart(of_head);
+  }
+
+  // The same tile's walk for another head.
+  AE_DEVICE void restart(const Head& of_head) {
+    head = &of_head;
     constexpr int kFixed = kOverKeys ? kRows : kKeys;
-    const int64_t length = kOverKeys ? head.problem.q_length : head.problem.k_length;
+    const int64_t length = kOverKeys ? head->problem.q_length : head->problem.k_length;
     const int64_t last = (fixed + kFixed < length ? fixed + kFixed : length) - 1;
     int64_t first, behind;
     if constexpr (kOverKeys) {
-      const KeyRange hull = window_hull(p, head.problem, fixed, last);
+      const KeyRange hull = window_hull(p, head->problem, fixed, last);
       first = hull.begin;
       behind = hull.end;
     } else {
-      const RowRange rows = window_rows(p, head.problem, fixed, last);
+      const RowRange rows = window_rows(p, head->problem, fixed, last);
       first = rows.begin;
       behind = rows.end;
     }
@@ -81,8 +87,8 @@ struct Walk {
 
   AE_DEVICE int64_t position() const { return int64_t{tile} * kStep; }
   AE_DEVICE Place place(int64_t of_tile) const {
-    return kOverKeys ? place_of(p, head, fixed, of_tile * kStep)
-                     : place_of(p, head, of_tile * kStep, fixed);
+    return kOverKeys ? place_of(p, *head, fixed, of_tile * kStep)
+                     : place_of(p, *head, of_tile * kStep, fixed);
   }
 
   // Moves to the next visible tile; false behind the last one.
@@ -108,11 +114,17 @@ struct Walk {
     for (int n = warp; n < kChunk && chunk + n < end; n += kWarps) {
       const Place at = place(chunk + n);
       TileKind found = classify_by_window<kRows, kKeys>(at);
-      if (found != TileKind::kHidden) found = classify_by_warp<kRows, kKeys>(p, head, at);
+      if (found != TileKind::kHidden) found = classify_by_warp<kRows, kKeys>(p, *head, at);
       if ((threadIdx.x & 31) == 0) kinds[n] = found;
     }
     __syncthreads();
   }
+};
+
+// What a block shares beside its tiles.
+struct BlockState {
+  Head head;
+  TileKind kinds[kChunk];
 };
 
 }  // namespace attention_ext::kernels::cuda::tensor

@@ -1,0 +1,11 @@
+#include "kernels/cuda/tensor/backward_keys.cuh"
+
+namespace attention_ext::kernels::cuda::tensor {
+
+template <>
+const char* TensorCore<ScalarType::kFloat16>::keys(const BackwardParams& p,
+                                                   const DeviceLimits& device, void* stream) {
+  return launch_keys<ScalarType::kFloat16>(p, device, stream);
+}
+
+}  // namespace attention_ext::kernels::cuda::tensor
