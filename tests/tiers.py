@@ -50,14 +50,17 @@ def run_python(
 
 
 def run_pytest(
-    *arguments: str, tier: str | None = None, timeout: float = 600.0
+    *arguments: str,
+    tier: str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 600.0,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `pytest arguments...` in a fresh interpreter, and fails with its output if it fails.
 
     No test collected is a failure too: pytest's exit status 5.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return _run(command, tier, None, ROOT, timeout, True)
+    return _run(command, tier, env, ROOT, timeout, True)
 
 
 def _run(
