@@ -1,0 +1,98 @@
+// Chooses the kernels of a call by its type. No CUDA here: the files in */instances launch.
+#include "kernels/cuda/launch.h"
+
+#include "kernels/cuda/plan.h"
+#include "kernels/cuda/simt/entries.h"
+
+namespace attention_ext::kernels::cuda {
+
+namespace {
+
+using simt_kernels::BFloat16;
+using simt_kernels::Float16;
+using simt_kernels::Simt;
+
+// f<T>() for the element type of a call.
+template <class F>
+const char* for_type(ScalarType type, F&& f) {
+  switch (type) {
+    case ScalarType::kFloat64:
+      return f.template operator()<double>();
+    case ScalarType::kFloat32:
+      return f.template operator()<float>();
+    case ScalarType::kBFloat16:
+      return f.template operator()<BFloat16>();
+    case ScalarType::kFloat16:
+      return f.template operator()<Float16>();
+    default:
+      return "attention has no kernels for this element type";
+  }
+}
+
+int64_t accumulation_bytes(ScalarType type) { return type == ScalarType::kFloat64 ? 8 : 4; }
+
+}  // namespace
+
+int64_t simt_shared_memory(ScalarType type) {
+  return simt_kernels::shared_bytes(accumulation_bytes(type));
+}
+
+Path forward_path(const AttentionParams&, const DeviceLimits&) { return Path::kSimt; }
+Path backward_path(const BackwardParams&, const DeviceLimits&) { return Path::kSimt; }
+
+int64_t forward_workspace(const AttentionParams&, const DeviceLimits&) { return 0; }
+
+const char* forward(const AttentionParams& p, void*, const DeviceLimits& device, void* stream) {
+  return for_type(p.type, [&]<class T>() { return Simt<T>::forward(p, device, stream); });
+}
+
+const char* backward_delta(const BackwardParams& p, const DeviceLimits& device, void* stream) {
+  return for_type(p.type, [&]<class T>() { return Simt<T>::delta(p, device, stream); });
+}
+
+const char* backward_keys(const BackwardParams& p, const DeviceLimits& device, void* stream) {
+  if (!p.grad_key.defined() && !p.grad_value.defined()) return nullptr;
+  return for_type(p.type, [&]<class T>() { return Simt<T>::keys(p, device, stream); });
+}
+
+const char* backward_queries(const BackwardParams& p, const DeviceLimits& device, void* stream) {
+  if (!p.grad_query.defined() && !p.grad_statistics.defined() && !bias_with_queries(p)) {
+    return nullptr;
+  }
+  return for_type(p.type, [&]<class T>() { return Simt<T>::queries(p, device, stream); });
+}
+
+bool bias_with_queries(const BackwardParams& p) { return p.grad_bias.defined() && bias_is_full(p); }
+
+int64_t bias_gradient_workspace(const BackwardParams& p, const DeviceLimits&) {
+  if (!p.grad_bias.defined() || bias_with_queries(p)) return 0;
+  const BiasPlan plan(p, kSimtTile);
+  return plan.splits == 1
+             ? 0
+             : plan.splits * plan.owned * kSimtTile * kSimtTile * accumulation_bytes(p.type);
+}
+
+const char* bias_gradient(const BackwardParams& p, void* workspace, const DeviceLimits& device,
+                          void* stream) {
+  if (!p.grad_bias.defined() || bias_with_queries(p)) return nullptr;
+  return for_type(p.type, [&]<class T>() { return Simt<T>::bias(p, workspace, device, stream); });
+}
+
+const char* sink_gradient(const BackwardParams& p, const DeviceLimits& device, void* stream) {
+  if (p.grad_sinks == nullptr) return nullptr;
+  return for_type(p.type, [&]<class T>() { return Simt<T>::sinks(p, device, stream); });
+}
+
+const char* weights(const WeightsParams& p, const DeviceLimits& device, void* stream) {
+  return for_type(p.type, [&]<class T>() { return Simt<T>::weights(p, device, stream); });
+}
+
+const char* weights_backward(const BackwardParams& p, void* workspace, const DeviceLimits& device,
+                             void* stream) {
+  const char* error = backward_keys(p, device, stream);
+  if (error == nullptr) error = backward_queries(p, device, stream);
+  if (error == nullptr) error = bias_gradient(p, workspace, device, stream);
+  return error;
+}
+
+}  // namespace attention_ext::kernels::cuda

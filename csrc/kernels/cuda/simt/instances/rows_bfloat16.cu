@@ -1,0 +1,19 @@
+#include "kernels/cuda/simt/rows.cuh"
+
+namespace attention_ext::kernels::cuda::simt_kernels {
+
+template <>
+const char* Simt<BFloat16>::delta(const BackwardParams& p, const DeviceLimits& device,
+                                  void* stream) {
+  return launch(delta_kernel<BFloat16>, p, blocks_of(row_count(p), kRowsPerBlock), kThreads, 0,
+                device, stream);
+}
+
+template <>
+const char* Simt<BFloat16>::sinks(const BackwardParams& p, const DeviceLimits& device,
+                                  void* stream) {
+  using A = Accumulation<BFloat16>;
+  return launch(sink_kernel<A>, p, p.heads, kThreads, kThreads * sizeof(A), device, stream);
+}
+
+}  // namespace attention_ext::kernels::cuda::simt_kernels
