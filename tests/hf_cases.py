@@ -300,6 +300,22 @@ CASES = (
 )  # fmt: skip
 
 
+# Models that the common sizes build, of two layers: transformers' names of their configurations.
+IMAGES = ("deit", "dinov2")
+OTHERS = (
+    *IMAGES, "cohere2", "distilbert", "electra", "gemma", "gpt_neox", "granite", "mixtral",
+    "olmo2", "opt", "phi3", "qwen2", "smollm3", "stablelm", "starcoder2", "xlm-roberta",
+)  # fmt: skip
+
+
+def config_of(name: str) -> Any:
+    """A small configuration of a model outside the table."""
+    more: dict[str, Any] = {"max_position_embeddings": 64, "num_key_value_heads": 2}
+    if name in IMAGES:
+        more = {"image_size": 16, "patch_size": 4}
+    return transformers.CONFIG_MAPPING[name](**_sizes(**more))
+
+
 class ExactSoftmax(TorchFunctionMode):
     """Eager attention as an oracle in float64: many models ask for a float32 softmax all the same.
 

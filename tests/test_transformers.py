@@ -15,7 +15,17 @@ if importlib.util.find_spec("transformers") is None:
 import transformers
 
 from attention_ext.integrations import transformers as integration
-from hf_cases import CASES, LENGTH, Case, ExactSoftmax, Record, padding
+from hf_cases import (
+    CASES,
+    IMAGES,
+    LENGTH,
+    OTHERS,
+    Case,
+    ExactSoftmax,
+    Record,
+    config_of,
+    padding,
+)
 from watch import Watch
 
 pytestmark = pytest.mark.slow
@@ -130,6 +140,21 @@ def attentions_of(output: Any) -> list[Tensor]:
         elif isinstance(value, transformers.utils.ModelOutput):
             found += attentions_of(value)
     return found
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_outside_the_table_give_eagers_outputs_too(name: str) -> None:
+    case = Case(name, lambda: config_of(name), 2, "image" if name in IMAGES else "text")
+    model, inputs = case.build(), case.inputs("right")
+    with ExactSoftmax(), torch.no_grad():
+        expected = outputs_of(model, inputs)
+    assert integration.use(model) == case.layers
+    with Record() as seen, torch.no_grad():
+        outputs = outputs_of(model, inputs)
+    assert seen.ours == case.layers
+    assert set(seen.given("attn_mask")) == {None}
+    for mine, right in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-8, atol=1e-8)
 
 
 def test_attention_matters_in_the_tables_models() -> None:

@@ -54,6 +54,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[int | None, int | None] | N
     ),
     "every other key": (lambda b, h, q, k: k % 2 == 0, None),
     "up to a position": (lambda b, h, q, k: k <= 4, None),
+    "from a position": (lambda b, h, q, k: q >= 2, None),
+    "no row is negative": (lambda b, h, q, k: (q > -1) & (k <= q), (None, 0)),
     "mirrored": (lambda b, h, q, k: q + k <= 8, None),
 }
 

@@ -16,6 +16,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import create_causal_mask
 
+import attention_ext
 from attention_ext.integrations import transformers as integration
 from hf_cases import CASES, LENGTH, VOCABULARY, Case, ExactSoftmax, Record, padding
 from watch import Watch
@@ -29,6 +30,7 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "vocab_size": VOCABULARY,
 }
+IMAGE = {"image_size": 16, "patch_size": 4}
 
 
 def case_of(name: str) -> Case:
@@ -115,6 +117,24 @@ def test_a_model_with_one_foreign_layer_is_refused() -> None:
     model.encoder.layer[1].attention.self = torch.nn.MultiheadAttention(32, 4)
     with pytest.raises(RuntimeError, match="its MultiheadAttention has the attention written out"):
         integration.use(model)
+
+
+def test_torchs_module_inside_a_model_is_replaced_first() -> None:
+    """SigLIP pools by an nn.MultiheadAttention behind layers that ask for an implementation."""
+    case = Case("siglip", lambda: transformers.SiglipVisionConfig(**SMALL, **IMAGE), 3, "image")
+    model, inputs = case.build(), case.inputs()
+    with ExactSoftmax(), torch.no_grad():
+        expected = model(**inputs)
+    with pytest.raises(RuntimeError, match=r"call attention_ext\.replace_attention\(model\) first"):
+        integration.use(model)
+    assert attention_ext.replace_attention(model) == 1
+    assert integration.use(model) == case.layers
+    with Watch() as seen, torch.no_grad():
+        got = model(**inputs)
+    assert seen.ours == case.layers
+    assert seen.other_ways == []
+    for name in ("last_hidden_state", "pooler_output"):
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-10, atol=1e-10)
 
 
 def test_a_layer_that_transformers_does_not_switch_is_found() -> None:

@@ -16,6 +16,7 @@ from transformers.utils import output_capturing
 
 from attention_ext.functional import attention
 from attention_ext.integrations._transformers_masks import StructuredMask, structured_mask
+from attention_ext.modules import MultiheadAttention
 
 __all__ = ["NAME", "register", "use"]
 
@@ -94,11 +95,13 @@ def use(model: nn.Module) -> int:
     """
     layers = [m for m in model.modules() if _is_attention(m)]
     name = type(model).__name__
-    fixed = sorted({type(m).__name__ for m in layers if not _asks_for_an_implementation(m)})
+    fixed = sorted({type(m).__name__ for m in layers if not _can_be_ours(m)})
     if fixed:
         raise RuntimeError(
-            f"use: {name} cannot be switched to attention_ext, because its {', '.join(fixed)} has "
-            f"the attention written out and does not ask transformers for an implementation"
+            f"use: {name} cannot be switched as a whole, because its {', '.join(fixed)} has the "
+            f"attention written out and does not ask transformers for an implementation. For "
+            f"torch's MultiheadAttention call attention_ext.replace_attention(model) first; the "
+            f"other layers alone are switched by model.set_attn_implementation(register())"
         )
     if not layers:
         raise RuntimeError(f"use: {name} cannot be switched to attention_ext: no attention found")
@@ -108,7 +111,8 @@ def use(model: nn.Module) -> int:
     for part in model.modules():  # T5's encoder and decoder have copies of the configuration
         if isinstance(part, PreTrainedModel):
             part.set_attn_implementation(NAME)
-    kept = sorted({type(m).__name__ for m in layers if _implementation(m) != NAME})
+    asking = (m for m in layers if not isinstance(m, MultiheadAttention))
+    kept = sorted({type(m).__name__ for m in asking if _implementation(m) != NAME})
     if kept:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
@@ -129,8 +133,10 @@ def _named_attention(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__
 
 
-def _asks_for_an_implementation(module: nn.Module) -> bool:
-    """Whether the forward method looks its attention function up, as transformers' own check."""
+def _can_be_ours(module: nn.Module) -> bool:
+    """Whether it is ours, or its forward looks its attention up: what transformers checks, too."""
+    if isinstance(module, MultiheadAttention):
+        return True
     try:
         return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward)
     except (OSError, TypeError):
