@@ -5,6 +5,7 @@ the dense oracle, and ``visualize`` draws weights (it imports matplotlib at its 
 """
 
 # functional loads the op library, by way of _ops and _loader.
+from attention_ext import flops as _flops  # noqa: F401  (registers formulas)
 from attention_ext import reference, visualize
 from attention_ext.functional import (
     attention,
