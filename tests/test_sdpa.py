@@ -7,6 +7,7 @@ dispatcher: a call that torch computes adds nothing to the one and shows in the 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import warnings
@@ -426,6 +427,16 @@ def test_importing_activates_nothing_and_loads_no_compiler() -> None:
         "assert torch.ops.attention_ext._visited_block_pairs() == 0\n"
         "assert torch.nn.attention.list_flash_attention_impls().count('attention_ext') == 0\n"
     )
+
+
+def test_what_the_page_on_migration_shows_runs() -> None:
+    from tiers import ROOT, run_python
+
+    page = (ROOT / "docs" / "sdpa.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    done = run_python("\n".join([*blocks, "assert bias.grad.abs().max() > 0"]))
+    assert "2 replaced" in done.stdout
 
 
 def test_it_holds_on_every_thread_until_the_last_one_leaves() -> None:
