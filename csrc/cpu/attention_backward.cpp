@@ -1,5 +1,5 @@
-// attention_backward and attention_weights_backward on the CPU: one pass for delta, one over the
-// keys for dQ, dK and dV, one over the bias if it wants a gradient, and the sinks.
+// attention_backward and attention_weights_backward on the CPU: one pass over the keys for dQ, dK
+// and dV, one over the bias if it wants a gradient, and the sinks.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -18,6 +18,7 @@ namespace {
 class SharedState {
  public:
   SharedState(const kernels::BackwardParams& p, bool ordered, bool sums) {
+    state_.heads_at_once = at::get_num_threads();
     const int64_t blocks = kernels::query_blocks(p) * p.heads;
     if (ordered && kernels::backward_ranges(p) > 1) {
       added_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(blocks));
@@ -121,13 +122,7 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
     p.grad_logsumexp = make_row_view(*grad_logsumexp, shape.batch_sizes, storage);
   }
 
-  at::Tensor grad_query, grad_key, grad_value, grad_bias, grad_sinks, delta;
-  if (wanted[0] || wanted[1] || wanted[3] || wanted[4]) {
-    delta = at::empty(logsumexp.sizes(), exact);
-    p.delta = make_row_view(delta, shape.batch_sizes, storage);
-    run_items(kernels::query_blocks(p) * p.heads, 0, work_of(p, shape, 1) / 64,
-              [&](kernels::WorkQueue& queue, void*) { active_kernels().backward_delta(p, queue); });
-  }
+  at::Tensor grad_query, grad_key, grad_value, grad_bias, grad_sinks;
   if (wanted[0]) {
     grad_query = empty_heads(query, shape.heads, shape.q_length, shape.qk_size);
     p.grad_query = make_view(grad_query, shape.batch_sizes, storage);
@@ -155,7 +150,7 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
   if (wanted[4]) {
     grad_sinks = at::empty(options.sinks->sizes(), exact);
     p.grad_sinks = grad_sinks.data_ptr();
-    run_items(p.heads, 0, work_of(p, shape, 1) / 64,
+    run_items(p.heads, 0, work_of(p, shape, 1) / 16,
               [&](kernels::WorkQueue& queue, void*) { active_kernels().sink_gradient(p, queue); });
     grad_sinks = grad_sinks.to(options.sinks->scalar_type());
   }

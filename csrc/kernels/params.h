@@ -98,7 +98,7 @@ struct AttentionParams {
   double softcap = 0.0;
   DropoutParams dropout;
 
-  View output;               // forward: written; backward: read by the delta pass
+  View output;               // forward: written; backward: read for delta
   View output_residual;      // 16-bit types: what rounding took from output; backward: optional
   View logsumexp, residual;  // accumulation type; (batch, head, row), the column stride is unused
   std::atomic<int64_t>* visited = nullptr;  // counts (query block, key block) pairs computed
@@ -139,7 +139,7 @@ struct BackwardParams : AttentionParams {
   View grad_logsumexp;              // accumulation type, optional
   View grad_weights;                // instead of grad_output and value
   double grad_weights_scale = 1.0;  // 1/H for averaged weights
-  View delta;  // accumulation type, written by the delta pass, read by the others
+  View delta;  // accumulation type; CUDA: written by a pass of its own, read by the others
   View grad_query, grad_key, grad_value;  // type
   View grad_bias;                         // accumulation type, the bias's own broadcast shape
   int64_t bias_size[4] = {0, 0, 0, 0};    // (problems or 1, H or 1, L or 1, S or 1)

@@ -158,7 +158,7 @@ void check(const std::string& name, const Shape& s, const Options<T>& o) {
   const dense::Result want = dense::run(c);
 
   const int64_t rows = s.batch * s.heads * s.rows;
-  std::vector<T> output(rows * s.value_size), lse(rows), residual(rows), delta(rows);
+  std::vector<T> output(rows * s.value_size), lse(rows), residual(rows);
   p.output = view(output, s.heads, s.rows, s.value_size);
   p.logsumexp = row_view(lse, s.heads, s.rows);
   p.residual = row_view(residual, s.heads, s.rows);
@@ -183,9 +183,6 @@ void check(const std::string& name, const Shape& s, const Options<T>& o) {
              [&](WorkQueue& queue, void* memory) { kernels().weights(w, queue, memory); });
   compare(name + " weights", weights, want.weights);
 
-  p.delta = row_view(delta, s.heads, s.rows);
-  on_threads(query_blocks(p) * p.heads, 0,
-             [&](WorkQueue& queue, void*) { kernels().backward_delta(p, queue); });
   std::vector<T> grad_query(c.query.size()), grad_key(c.key.size()), grad_value(c.value.size());
   p.grad_query = view(grad_query, s.heads, s.rows, s.size);
   p.grad_key = view(grad_key, s.kv_heads, s.keys, s.size);

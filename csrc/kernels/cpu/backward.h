@@ -20,17 +20,25 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
+// Where a gradient is summed: scratch, or the tensor itself.
+template <class T>
+struct Target {
+  T* data;
+  int64_t stride;
+};
+
 // C (+)= sum over visible pairs only, for factors that are not finite. rows x depth pairs,
 // visibility of (row, k) by `sees`.
 template <class T, class A, class Sees>
-void careful_accumulate(A&& left, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t rows,
-                        int64_t depth, Sees&& sees) {
+void careful_accumulate(A&& left, const Operand<T>& b, const Target<T>& c, int64_t width,
+                        int64_t rows, int64_t depth, Sees&& sees) {
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t k = 0; k < depth; ++k) {
       if (!sees(i, k)) continue;
       const Vec<T> factor = broadcast(left(i, k));
-      for (int64_t e = 0; e < ldc; e += kLanes<T>) {
-        store(c + i * ldc + e, fma(factor, load(b + k * ldb + e), load(c + i * ldc + e)));
+      for (int64_t e = 0; e < width; e += kLanes<T>) {
+        T* const at = c.data + i * c.stride + e;
+        store(at, fma(factor, load(b.data + k * b.stride + e), load(at)));
       }
     }
   }
@@ -43,11 +51,20 @@ struct Backward {
   const int64_t e_padded, ev_padded, range;
   GradientTile<T> gradient;
   QueryBlock<T> packed;
-  T *query, *grad;            // Q, dO [row][padded]
-  T *key, *value;             // the key block [row][padded]
-  T *key_grad, *value_grad;   // sums of the range
-  T *query_grad, *statistic;  // of (range, query block)
+  // Copies, padded to whole vectors, of what cannot be read in place: Q and dO of the query block,
+  // K and V of the key block.
+  T *query_rows, *grad_rows, *key_rows, *value_rows;
+  T *key_sums, *value_sums;   // of the range
+  T *query_sums, *statistic;  // of (range, query block)
   bool want_query, want_key, want_value, want_statistic, want_scores, want_bias;
+  T in_scores_grad;  // the part of the scale that dS already holds: all of it, or 1
+
+  // Of the query block at work.
+  Operand<T> query, grad;
+  bool fresh_query_sums;
+  // Of the item at work.
+  Target<T> query_grad, key_grad, value_grad;
+  bool fresh_key_sums[8];  // by key block of the range
 
   AE_INLINE Backward(const BackwardParams& params, Arena& arena)
       : p(params),
@@ -60,16 +77,25 @@ struct Backward {
     want_statistic = p.grad_statistics.defined();
     want_bias = bias_with_keys(p);
     want_scores = want_query || want_key || want_statistic;
+    in_scores_grad = p.grad_weights.defined() || want_bias ? T{1} : static_cast<T>(p.scale);
     gradient.allocate(arena, p);
     packed.allocate(arena, p);
-    query = arena.take<T>(kBlock * e_padded);
-    grad = arena.take<T>(kBlock * ev_padded);
-    key = arena.take<T>(kBlock * e_padded);
-    value = arena.take<T>(kBlock * ev_padded);
-    key_grad = arena.take<T>(range * e_padded);
-    value_grad = arena.take<T>(range * ev_padded);
-    query_grad = arena.take<T>(kBlock * e_padded);
+    const auto copy = [&](bool in_place, int64_t columns) {
+      return arena.take<T>(in_place ? 0 : kBlock * columns);
+    };
+    query_rows = copy(in_near_lanes<T>(p.query, p.qk_size), e_padded);
+    grad_rows = copy(in_near_lanes<T>(p.grad_output, p.v_size), ev_padded);
+    key_rows = copy(in_near_lanes<T>(p.key, p.qk_size), e_padded);
+    value_rows = copy(readable_in_place<T>(p.value), ev_padded);
+    key_sums = arena.take<T>(range * e_padded);
+    value_sums = arena.take<T>(range * ev_padded);
+    query_sums = arena.take<T>(kBlock * e_padded);
     statistic = arena.take<T>(kBlock);
+  }
+
+  // What dQ and dK are still to be multiplied with.
+  AE_INLINE T missing_scale() const {
+    return in_scores_grad == T{1} ? static_cast<T>(p.scale) : T{1};
   }
 
   // Which ranges a query block takes part in: those that its window reaches.
@@ -85,15 +111,19 @@ struct Backward {
 
   void item(BackwardState& state, WorkQueue& queue, int64_t index, int64_t& visited) {
     const int64_t ranges = backward_ranges(p);
-    const auto [n, g, r] = range_index(p, index);
+    const auto [n, g, r] = range_index(p, index, state.heads_at_once);
     const Problem problem = p.problem(n);
     const int64_t size = backward_range(p, problem.k_length);
     const int64_t k_begin = smaller(problem.k_length, r * size);
     const int64_t k_end = smaller(problem.k_length, k_begin + size);
-    __builtin_memset(key_grad, 0, (k_end - k_begin) * e_padded * sizeof(T));
-    __builtin_memset(value_grad, 0, (k_end - k_begin) * ev_padded * sizeof(T));
     const int64_t rows = query_block(problem.q_length);
     const int64_t blocks = blocks_of(problem.q_length, rows);
+    // With one query block nothing is added to a key's gradient later.
+    const bool once = blocks * p.group() == 1, scaled = missing_scale() == T{1};
+    const int64_t key_row = problem.k_begin + k_begin;
+    key_grad = target(once && scaled, p.grad_key, problem, g, key_row, p.qk_size, key_sums);
+    value_grad = target(once, p.grad_value, problem, g, key_row, p.v_size, value_sums);
+    for (bool& fresh : fresh_key_sums) fresh = true;
     for (int64_t h = g * p.group(); h < (g + 1) * p.group(); ++h) {
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t i0 = b * rows, nq = smaller(rows, problem.q_length - i0);
@@ -104,8 +134,10 @@ struct Backward {
             !wait_for(bias_turn(state, problem, h, b, r), bias_place(problem, h), queue)) {
           return;
         }
-        query_rows(problem, h, i0, nq, {k_begin, k_end}, want_bias && bias_place(problem, h) == 0,
-                   visited);
+        query_grad = target(ranges == 1 && scaled, p.grad_query, problem, h, problem.q_begin + i0,
+                            p.qk_size, query_sums);
+        query_block_with(problem, h, i0, nq, {k_begin, k_end},
+                         want_bias && bias_place(problem, h) == 0, visited);
         if (want_bias) pass_on(bias_turn(state, problem, h, b, r), bias_place(problem, h));
         if (!add_in_turn(state, queue, problem, h, i0, nq, b, r - t.first, t.end - t.first)) return;
       }
@@ -114,16 +146,25 @@ struct Backward {
     release_sums(state, problem, g, ranges);
   }
 
+  // The tensor itself, if sums arrive there `ready` and whole vectors fit, or scratch.
+  AE_INLINE Target<T> target(bool ready, const View& view, const Problem& problem, int64_t h,
+                             int64_t row, int64_t columns, T* sums) const {
+    if (ready && view.defined() && in_lanes<T>(view, columns)) {
+      return {view.template at<T>(problem.batch, h, row, 0), view.stride[2]};
+    }
+    return {sums, round_up(columns, W)};
+  }
+
   // The products of one query block with the keys of the range. `first_of_bias`: nobody has written
   // this part of the bias gradient yet.
-  void query_rows(const Problem& problem, int64_t h, int64_t i0, int64_t nq, KeyRange keys,
-                  bool first_of_bias, int64_t& visited) {
-    __builtin_memset(query_grad, 0, nq * e_padded * sizeof(T));
-    __builtin_memset(statistic, 0, kBlock * sizeof(T));
+  void query_block_with(const Problem& problem, int64_t h, int64_t i0, int64_t nq, KeyRange keys,
+                        bool first_of_bias, int64_t& visited) {
+    if (want_statistic) __builtin_memset(statistic, 0, kBlock * sizeof(T));
     Tile<T>& tile = gradient.tile;
     tile.i0 = i0;
     tile.nq = nq;
-    bool have_queries = false, finite_queries = true;
+    fresh_query_sums = true;
+    bool have_queries = false, checked_queries = false, finite_queries = true;
     const int64_t step = key_block(problem.k_length), k_begin = keys.begin;
     if (p.windowed()) {
       const KeyRange hull = window_hull(p, problem, i0, i0 + nq - 1);
@@ -140,15 +181,31 @@ struct Backward {
         continue;
       }
       ++visited;
-      if (!have_queries) {
-        have_queries = true;
-        finite_queries = pack_queries(problem, h);
+      if (!have_queries) pack_queries(problem, h);
+      have_queries = true;
+      const Operand<T> key =
+          key_operand(p.key, in_near_lanes<T>(p.key, p.qk_size), problem, h, p.qk_size, key_rows);
+      const Operand<T> value = p.value.defined()
+                                   ? key_operand(p.value, readable_in_place<T>(p.value), problem, h,
+                                                 p.v_size, value_rows)
+                                   : Operand<T>{nullptr, 0};
+      gradient.compute(p, problem, h, packed, key, value, want_scores, /*with_cap=*/true,
+                       want_statistic ? statistic : nullptr);
+      bool careful = false;
+      if (tile.mixed) {
+        if (!checked_queries) finite_queries = finite_query_side();
+        checked_queries = true;
+        careful = !finite_queries || !all_finite(key.data, tile.nk, e_padded, key.stride);
       }
-      const bool finite_keys = pack_keys(problem, h);
-      gradient.compute(p, problem, h, packed, {key, e_padded}, {value, ev_padded}, want_scores,
-                       /*with_cap=*/true, want_statistic ? statistic : nullptr);
-      products(j0 - k_begin, tile.mixed && !(finite_queries && finite_keys));
+      products(key, j0 - k_begin, step, careful);
       if (want_bias) add_to_bias(problem, h, first_of_bias);
+    }
+    if (want_query && fresh_query_sums) clear(query_grad, nq, e_padded);
+  }
+
+  AE_INLINE static void clear(const Target<T>& to, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; ++i) {
+      __builtin_memset(to.data + i * to.stride, 0, columns * sizeof(T));
     }
   }
 
@@ -162,46 +219,56 @@ struct Backward {
     }
   }
 
-  bool pack_queries(const Problem& problem, int64_t h) {
+  void pack_queries(const Problem& problem, int64_t h) {
     const Tile<T>& tile = gradient.tile;
     const int64_t i = problem.q_begin + tile.i0;
-    packed.pack(p, problem, h, tile.i0, tile.nq);
-    copy_in<T>(Rows(p.query, problem.batch, h, i, 0), tile.nq, p.qk_size, query, e_padded);
-    bool finite = all_finite(query, tile.nq, e_padded);
-    if (p.grad_output.defined()) {
-      copy_in<T>(Rows(p.grad_output, problem.batch, h, i, 0), tile.nq, p.v_size, grad, ev_padded);
-      finite = all_finite(grad, tile.nq, ev_padded) && finite;
-    }
-    return finite;
+    packed.pack(p, problem, h, tile.i0, tile.nq, in_scores_grad);
+    query = operand_of<T>(Rows(p.query, problem.batch, h, i, 0),
+                          in_near_lanes<T>(p.query, p.qk_size), tile.nq, p.qk_size, query_rows);
+    if (!p.grad_output.defined()) return;
+    grad = operand_of<T>(Rows(p.grad_output, problem.batch, h, i, 0),
+                         in_near_lanes<T>(p.grad_output, p.v_size), tile.nq, p.v_size, grad_rows);
   }
 
-  bool pack_keys(const Problem& problem, int64_t h) {
+  bool finite_query_side() const {
+    const int64_t nq = gradient.tile.nq;
+    return all_finite(query.data, nq, e_padded, query.stride) &&
+           (!p.grad_output.defined() || all_finite(grad.data, nq, ev_padded, grad.stride));
+  }
+
+  AE_INLINE Operand<T> key_operand(const View& view, bool in_place, const Problem& problem,
+                                   int64_t h, int64_t size, T* copy) const {
     const Tile<T>& tile = gradient.tile;
-    const int64_t g = h / p.group(), j = problem.k_begin + tile.j0;
-    copy_in<T>(Rows(p.key, problem.batch, g, j, 0), tile.nk, p.qk_size, key, e_padded);
-    if (p.value.defined()) {
-      copy_in<T>(Rows(p.value, problem.batch, g, j, 0), tile.nk, p.v_size, value, ev_padded);
-    }
-    return !tile.mixed || all_finite(key, tile.nk, e_padded);
+    const Rows rows(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
+    return operand_of<T>(rows, in_place, tile.nk, size, copy);
   }
 
-  // dV += P^T dO, dK += dS^T Q, dQ += dS K for the block whose first key is `row` of the range.
-  void products(int64_t row, bool careful) {
+  // dV += P^T dO, dK += dS^T Q, dQ += dS K for the block whose first key is `row` of the range; the
+  // first time as sums of their own.
+  void products(const Operand<T>& key, int64_t row, int64_t step, bool careful) {
     const Tile<T>& tile = gradient.tile;
     const int64_t nq = tile.nq, nk = tile.nk;
-    T* const dv = value_grad + row * ev_padded;
-    T* const dk = key_grad + row * e_padded;
+    const Target<T> dv{value_grad.data + row * value_grad.stride, value_grad.stride};
+    const Target<T> dk{key_grad.data + row * key_grad.stride, key_grad.stride};
     const T *const prob = gradient.probabilities, *const ds = gradient.scores_grad;
+    bool& fresh_keys = fresh_key_sums[row / step];
     if (careful) {
       auto sees = [&](int64_t y, int64_t x) { return tile.visible[y * kBlock + x] != 0; };
       auto sees_back = [&](int64_t x, int64_t y) { return sees(y, x); };
       auto left = [&](int64_t y, int64_t x) { return prob[y * kBlock + x]; };
       auto left_grad = [&](int64_t y, int64_t x) { return ds[y * kBlock + x]; };
       auto left_back = [&](int64_t x, int64_t y) { return ds[y * kBlock + x]; };
-      if (want_value) careful_accumulate<T>(left, grad, ev_padded, dv, ev_padded, nk, nq, sees);
-      if (want_key) careful_accumulate<T>(left_grad, query, e_padded, dk, e_padded, nk, nq, sees);
+      if (want_value) {
+        if (fresh_keys) clear(dv, nk, ev_padded);
+        careful_accumulate<T>(left, grad, dv, ev_padded, nk, nq, sees);
+      }
+      if (want_key) {
+        if (fresh_keys) clear(dk, nk, e_padded);
+        careful_accumulate<T>(left_grad, query, dk, e_padded, nk, nq, sees);
+      }
       if (want_query) {
-        careful_accumulate<T>(left_back, key, e_padded, query_grad, e_padded, nq, nk, sees_back);
+        if (fresh_query_sums) clear(query_grad, nq, e_padded);
+        careful_accumulate<T>(left_back, key, query_grad, e_padded, nq, nk, sees_back);
       }
     } else {
       Band by_key, by_query;
@@ -209,18 +276,28 @@ struct Backward {
         by_key = {-tile.window.high, -tile.window.low};
         by_query = {tile.window.low, tile.window.high};
       }
-      if (want_value) accumulate<Read::kRows>(prob, grad, ev_padded, dv, nk, nq, by_key);
-      if (want_key) accumulate<Read::kRows>(ds, query, e_padded, dk, nk, nq, by_key);
-      if (want_query) accumulate<Read::kColumns>(ds, key, e_padded, query_grad, nq, nk, by_query);
+      if (want_value) {
+        accumulate<Read::kRows>(fresh_keys, prob, grad, dv, ev_padded, nk, nq, by_key);
+      }
+      if (want_key) {
+        accumulate<Read::kRows>(fresh_keys, ds, query, dk, e_padded, nk, nq, by_key);
+      }
+      if (want_query) {
+        accumulate<Read::kColumns>(fresh_query_sums, ds, key, query_grad, e_padded, nq, nk,
+                                   by_query);
+      }
     }
+    fresh_keys = fresh_query_sums = false;
   }
 
   template <Read kRead>
-  AE_INLINE void accumulate(const T* a, const T* b, int64_t width, T* c, int64_t rows,
-                            int64_t depth, Band band) {
+  AE_INLINE void accumulate(bool fresh, const T* a, const Operand<T>& b, const Target<T>& c,
+                            int64_t width, int64_t rows, int64_t depth, Band band) {
     for_strips<4>(static_cast<int>(width / W), [&]<int NV>(int v) {
-      multiply_panel<T, NV, Start::kAdd, kRead>(a, kBlock, b + v * W, width, c + v * W, width, rows,
-                                                depth, nullptr, band);
+      const auto product = fresh ? multiply_panel<T, NV, Start::kZero, kRead>
+                                 : multiply_panel<T, NV, Start::kAdd, kRead>;
+      product(a, kBlock, b.data + v * W, b.stride, c.data + v * W, c.stride, rows, depth, nullptr,
+              band);
     });
   }
 
@@ -298,23 +375,24 @@ struct Backward {
         state.added != nullptr ? &state.added[blocks_before + block] : nullptr;
     if (place > 0 && !wait_for(*added, place, queue)) return false;
     const bool last = place + 1 == places;
-    if (want_query) {
+    if (want_query && query_grad.data == query_sums) {
       const Rows out(p.grad_query, problem.batch, h, problem.q_begin + i0, 0);
-      const T scale = static_cast<T>(p.scale);
+      const T scale = missing_scale();
       if (places == 1) {
-        copy_out<T>(query_grad, e_padded, nq, p.qk_size, scale, out);
+        copy_out<T>(query_sums, e_padded, nq, p.qk_size, scale, out);
       } else if (direct()) {
-        if (place > 0) add_rows(out, nq);
-        copy_out<T>(query_grad, e_padded, nq, p.qk_size, last ? scale : T{1}, out);
+        const T factor = last ? scale : T{1};
+        place > 0 ? add_rows(out, nq, factor)
+                  : copy_out<T>(query_sums, e_padded, nq, p.qk_size, factor, out);
       } else {
         T* const sums = sums_of(state, problem, h) + i0 * e_padded;
         for (int64_t k = 0; place > 0 && k < nq * e_padded; k += W) {
-          store(query_grad + k, load(query_grad + k) + load(sums + k));
+          store(query_sums + k, load(query_sums + k) + load(sums + k));
         }
         if (last) {
-          copy_out<T>(query_grad, e_padded, nq, p.qk_size, scale, out);
+          copy_out<T>(query_sums, e_padded, nq, p.qk_size, scale, out);
         } else {
-          __builtin_memcpy(sums, query_grad, nq * e_padded * sizeof(T));
+          __builtin_memcpy(sums, query_sums, nq * e_padded * sizeof(T));
         }
       }
     }
@@ -328,20 +406,22 @@ struct Backward {
     return true;
   }
 
-  AE_INLINE void add_rows(const Rows& rows, int64_t nq) {
+  // Rows of dQ = factor * (what they hold + our sums).
+  void add_rows(const Rows& rows, int64_t nq, T factor) const {
     for (int64_t i = 0; i < nq; ++i) {
       for (int64_t e = 0; e < p.qk_size; e += W) {
-        T* const at = query_grad + i * e_padded + e;
-        store(at, load(at) +
-                      load_piece<T>(rows.at(i, e), rows.type, rows.column_stride, p.qk_size - e));
+        const int64_t columns = p.qk_size - e;
+        const Vec<T> held = load_piece<T>(rows.at(i, e), rows.type, rows.column_stride, columns);
+        store_piece<T>(rows.at(i, e), rows.type, rows.column_stride, columns,
+                       (load(query_sums + i * e_padded + e) + held) * factor);
       }
     }
   }
 
   void clear_rows(const Problem& problem, int64_t h, int64_t i0, int64_t nq) {
-    __builtin_memset(query_grad, 0, nq * e_padded * sizeof(T));
+    __builtin_memset(query_sums, 0, nq * e_padded * sizeof(T));
     if (want_query) {
-      copy_out<T>(query_grad, e_padded, nq, p.qk_size, T{1},
+      copy_out<T>(query_sums, e_padded, nq, p.qk_size, T{1},
                   Rows(p.grad_query, problem.batch, h, problem.q_begin + i0, 0));
     }
     for (int64_t x = 0; want_statistic && x < nq; ++x) {
@@ -350,13 +430,21 @@ struct Backward {
   }
 
   void write_keys(const Problem& problem, int64_t g, int64_t k_begin, int64_t count) {
-    const int64_t j = problem.k_begin + k_begin;
-    if (want_key) {
-      copy_out<T>(key_grad, e_padded, count, p.qk_size, static_cast<T>(p.scale),
+    const int64_t j = problem.k_begin + k_begin, step = key_block(problem.k_length);
+    for (int64_t y = 0; y < count; y += step) {  // key blocks that no query sees
+      if (!fresh_key_sums[y / step]) continue;
+      const int64_t nk = smaller(step, count - y);
+      if (want_key) clear({key_grad.data + y * key_grad.stride, key_grad.stride}, nk, e_padded);
+      if (want_value) {
+        clear({value_grad.data + y * value_grad.stride, value_grad.stride}, nk, ev_padded);
+      }
+    }
+    if (want_key && key_grad.data == key_sums) {
+      copy_out<T>(key_sums, e_padded, count, p.qk_size, missing_scale(),
                   Rows(p.grad_key, problem.batch, g, j, 0));
     }
-    if (want_value) {
-      copy_out<T>(value_grad, ev_padded, count, p.v_size, T{1},
+    if (want_value && value_grad.data == value_sums) {
+      copy_out<T>(value_sums, ev_padded, count, p.v_size, T{1},
                   Rows(p.grad_value, problem.batch, g, j, 0));
     }
   }

@@ -96,7 +96,7 @@ struct BiasGradient {
       tile.j0 = j0;
       tile.nk = smaller(step, p.k_length - j0);
       if (classify<T>(p, problem, h, tile) == Visibility::kHidden) continue;
-      if (!have_queries) packed.pack(p, problem, h, tile.i0, tile.nq);
+      if (!have_queries) packed.pack(p, problem, h, tile.i0, tile.nq, T{1});
       have_queries = true;
       const int64_t g = h / p.group();
       const Operand<T> k = operand(p.key, problem, g, p.qk_size, key);

@@ -9,11 +9,46 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
-// The query side of a block, packed once and used against many keys.
+// delta = sum of dO * (O + what rounding took from O) - dlse, of n rows from i on; out holds whole
+// vectors, zeros behind n. Rows of a nearly one-hot softmax are differences of almost equal
+// numbers, which the rounding of a 16-bit O would drown.
+template <class T>
+void row_deltas(const BackwardParams& p, int64_t b, int64_t h, int64_t i, int64_t n, T* out) {
+  constexpr int W = kLanes<T>;
+  const bool direct = in_lanes<T>(p.grad_output, p.v_size) && in_lanes<T>(p.output, p.v_size);
+  for (int64_t x = 0; x < n; x += W) {
+    Vec<T> sums[W] = {};
+    for (int64_t r = 0; p.grad_output.defined() && r < smaller(W, n - x); ++r) {
+      const Rows grad(p.grad_output, b, h, i + x + r, 0), output(p.output, b, h, i + x + r, 0);
+      const Rows rest(p.output_residual, b, h, i + x + r, 0);
+      const auto piece = [&](const Rows& row, int64_t e) {
+        return direct ? load(reinterpret_cast<const T*>(row.data) + e)
+                      : load_piece<T>(row.at(0, e), row.type, row.column_stride, p.v_size - e);
+      };
+      for (int64_t e = 0; e < p.v_size; e += W) {
+        Vec<T> exact = piece(output, e);
+        if (!direct && p.output_residual.defined()) exact += piece(rest, e);
+        sums[r] = fma(piece(grad, e), exact, sums[r]);
+      }
+    }
+    Vec<T> total = sum_each<T>(sums);
+    if (p.grad_logsumexp.defined()) {
+      T given[W] = {};
+      for (int64_t r = 0; r < smaller(W, n - x); ++r) {
+        given[r] = *p.grad_logsumexp.at<T>(b, h, i + x + r, 0);
+      }
+      total -= load(given);
+    }
+    store(out + x, total);
+  }
+}
+
+// The query side of a block, packed once and used against many keys. `factor` multiplies dO and
+// delta, and so dS: the scale of the scores, where dS serves the gradients of Q and K alone.
 template <class T>
 struct QueryBlock {
   T* query;                   // scale Q^T [E][kBlock]
-  T* grad;                    // dO^T [Ev][kBlock]
+  T* grad;                    // factor dO^T [Ev][kBlock]
   T* rows;                    // scale Q [row][padded], for decoding rows
   T *lse, *residual, *delta;  // [kBlock]
 
@@ -26,7 +61,8 @@ struct QueryBlock {
     delta = arena.take<T>(kBlock);
   }
 
-  void pack(const BackwardParams& p, const Problem& problem, int64_t h, int64_t i0, int64_t nq) {
+  void pack(const BackwardParams& p, const Problem& problem, int64_t h, int64_t i0, int64_t nq,
+            T factor) {
     const int64_t i = problem.q_begin + i0;
     transpose_in<T>(Rows(p.query, problem.batch, h, i, 0), nq, p.qk_size, static_cast<T>(p.scale),
                     query, kBlock);
@@ -35,14 +71,15 @@ struct QueryBlock {
                      rows, round_up(p.qk_size, kLanes<T>));
     }
     if (p.grad_output.defined()) {
-      transpose_in<T>(Rows(p.grad_output, problem.batch, h, i, 0), nq, p.v_size, T{1}, grad,
+      transpose_in<T>(Rows(p.grad_output, problem.batch, h, i, 0), nq, p.v_size, factor, grad,
                       kBlock);
     }
+    row_deltas<T>(p, problem.batch, h, i, nq, delta);
     for (int64_t x = 0; x < kBlock; ++x) {
       const bool real = x < nq;
       lse[x] = real ? *p.logsumexp.at<T>(problem.batch, h, i + x, 0) : T{0};
       residual[x] = real ? *p.residual.at<T>(problem.batch, h, i + x, 0) : T{0};
-      delta[x] = real && p.delta.defined() ? *p.delta.at<T>(problem.batch, h, i + x, 0) : T{0};
+      delta[x] = real ? factor * delta[x] : T{0};
     }
   }
 };

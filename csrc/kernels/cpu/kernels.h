@@ -9,7 +9,8 @@ namespace attention_ext::kernels {
 // Shared state of one backward call. Counters order the sums of dQ; `sums` holds the
 // accumulation-type dQ of heads in flight where the gradient itself has 16 bits.
 struct BackwardState {
-  std::atomic<int32_t>* added = nullptr;       // per query block of every head: ranges added so far
+  int64_t heads_at_once = 1;              // whose ranges take turns: as many as there are threads
+  std::atomic<int32_t>* added = nullptr;  // per query block of every head: ranges added so far
   std::atomic<int32_t>* bias_added = nullptr;  // bias_turns(): (batch, head) pairs added so far
   std::atomic<void*>* sums = nullptr;          // per (problem, head)
   std::atomic<int32_t>* remaining = nullptr;   // per (problem, head): ranges not finished
@@ -25,8 +26,6 @@ struct CpuKernels {
   void (*forward)(const AttentionParams&, void* partials, WorkQueue&, void* scratch);
   void (*forward_join)(const AttentionParams&, void* partials, WorkQueue&, void* scratch);
 
-  // delta = rowsum(dO * O) - dlse. Items: query blocks.
-  void (*backward_delta)(const BackwardParams&, WorkQueue&);
   // dQ, dK, dV, and the bias gradient if bias_with_keys(). Items: (problem, key/value head, key
   // range), in this order.
   int64_t (*backward_items)(const BackwardParams&);

@@ -269,12 +269,16 @@ void copy_out(const T* in, int64_t ldi, int64_t n, int64_t columns, T factor, co
   }
 }
 
-// Whether all of n x ld numbers (ld a multiple of the vector) are finite: 0 x is 0 for those only.
+// Whether n rows of whole vectors hold finite numbers only: 0 x is 0 for those alone.
 template <class T>
-bool all_finite(const T* in, int64_t n, int64_t ld) {
+bool all_finite(const T* in, int64_t n, int64_t columns, int64_t stride) {
   constexpr int W = kLanes<T>;
   Vec<T> sum{};
-  for (int64_t k = 0; k < n * ld; k += W) sum = fma(load(in + k), Vec<T>{}, sum);
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < columns; j += W) {
+      sum = fma(load(in + i * stride + j), Vec<T>{}, sum);
+    }
+  }
   T total{};
   for (int i = 0; i < W; ++i) total += sum[i];
   return total == T{0};

@@ -76,18 +76,17 @@ AE_INLINE int64_t backward_ranges(const AttentionParams& p) {
   return larger(1, blocks_of(blocks_of(p.k_length, kBlock), backward_range_blocks(p)));
 }
 
-// Work items of the pass over the keys. Ranges of one head wait for each other, so a few heads take
-// turns: all their first ranges, then all their second ones. One head alone runs its ranges side by
-// side, each a query block behind the one before.
-constexpr int64_t kHeadsInFlight = 8;
-
+// Work items of the pass over the keys. Ranges of one head wait for each other, so as many heads as
+// there are threads take turns: all their first ranges, then all their second ones. More would push
+// each other out of the caches. One head alone runs its ranges side by side, each a query block
+// behind the one before. Only the order of the work depends on `at_once`, no result.
 struct RangeIndex {
   int64_t problem, kv_head, range;
 };
-AE_INLINE RangeIndex range_index(const AttentionParams& p, int64_t item) {
+AE_INLINE RangeIndex range_index(const AttentionParams& p, int64_t item, int64_t at_once) {
   const int64_t ranges = backward_ranges(p);
-  const int64_t first = item / (kHeadsInFlight * ranges) * kHeadsInFlight;
-  const int64_t heads = smaller(kHeadsInFlight, p.problems * p.kv_heads - first);
+  const int64_t first = item / (at_once * ranges) * at_once;
+  const int64_t heads = smaller(at_once, p.problems * p.kv_heads - first);
   const int64_t rest = item - first * ranges, head = first + rest % heads;
   return {head / p.kv_heads, head % p.kv_heads, rest / heads};
 }

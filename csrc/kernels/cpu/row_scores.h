@@ -14,6 +14,15 @@ AE_INLINE bool in_lanes(const View& view, int64_t size) {
   return readable_in_place<T>(view) && size % kLanes<T> == 0;
 }
 
+// The same for a block that products read again and again as vectors: rows far apart (heads beside
+// each other in memory) would share few sets of the first-level cache, and are copied.
+template <class T>
+AE_INLINE bool in_near_lanes(const View& view, int64_t size) {
+  constexpr int64_t kFar = 1024;  // bytes
+  return in_lanes<T>(view, size) &&
+         (view.stride[2] == size || view.stride[2] * static_cast<int64_t>(sizeof(T)) < kFar);
+}
+
 // out[i][j] = factor * rows[i][j], columns padded with zeros up to ldo.
 template <class T>
 AE_INLINE void copy_scaled(const Rows& rows, int64_t n, int64_t columns, T factor, T* out,

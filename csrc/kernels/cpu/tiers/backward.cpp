@@ -11,44 +11,6 @@ namespace ATTENTION_EXT_TIER {
 
 namespace {
 
-// sum of dO * (O + what rounding took from O): rows of a nearly one-hot softmax are differences of
-// almost equal numbers, which the rounding of a 16-bit O would drown.
-template <class T>
-T grad_times_output(const BackwardParams& p, int64_t b, int64_t h, int64_t i) {
-  constexpr int W = kLanes<T>;
-  const auto piece = [&](const View& view, int64_t e) {
-    const Rows row(view, b, h, i, 0);
-    return load_piece<T>(row.at(0, e), row.type, row.column_stride, p.v_size - e);
-  };
-  const bool rounded = p.output_residual.defined();
-  Vec<T> sum{};
-  for (int64_t e = 0; e < p.v_size; e += W) {
-    Vec<T> output = piece(p.output, e);
-    if (rounded) output += piece(p.output_residual, e);
-    sum = fma(piece(p.grad_output, e), output, sum);
-  }
-  T total{};
-  for (int lane = 0; lane < W; ++lane) total += sum[lane];
-  return total;
-}
-
-template <class T>
-void delta(const BackwardParams& p, WorkQueue& queue) {
-  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
-    const BlockIndex at = block_index(p, item);
-    const Problem problem = p.problem(at.problem);
-    const int64_t rows = query_block(problem.q_length);
-    const int64_t end = smaller(problem.q_length, (at.block + 1) * rows);
-    for (int64_t i = at.block * rows; i < end; ++i) {
-      const int64_t b = problem.batch, h = at.head, row = problem.q_begin + i;
-      T value{};
-      if (p.grad_output.defined()) value = grad_times_output<T>(p, b, h, row);
-      if (p.grad_logsumexp.defined()) value -= *p.grad_logsumexp.at<T>(b, h, row, 0);
-      *p.delta.at<T>(b, h, row, 0) = value;
-    }
-  }
-}
-
 // d sink = - sum over rows of exp(sink - lse) delta, summed in one order.
 template <class T>
 void sink(const BackwardParams& p, WorkQueue& queue) {
@@ -58,11 +20,16 @@ void sink(const BackwardParams& p, WorkQueue& queue) {
     for (int64_t n = 0; n < p.problems && value != -kInfinity<T>; ++n) {
       const Problem problem = p.problem(n);
       T part{};
-      for (int64_t i = problem.q_begin; i < problem.q_begin + problem.q_length; ++i) {
+      T deltas[kLanes<T>];
+      for (int64_t x = 0; x < problem.q_length; ++x) {
+        const int64_t i = problem.q_begin + x, lane = x % kLanes<T>;
+        if (lane == 0) {
+          row_deltas<T>(p, problem.batch, h, i, smaller(kLanes<T>, problem.q_length - x), deltas);
+        }
         const T lse = *p.logsumexp.at<T>(problem.batch, h, i, 0);
         const T residual = *p.residual.at<T>(problem.batch, h, i, 0);
         const T weight = std::exp((value - lse) - residual);
-        const T delta = *p.delta.at<T>(problem.batch, h, i, 0);
+        const T delta = deltas[lane];
         // A sink of NaN or inf makes every row that sees a key NaN; a finite delta is a dead row's,
         // whose logsumexp is the sink itself.
         part -= value - value == T{0} || delta - delta != T{0} ? weight * delta : delta;
@@ -99,10 +66,6 @@ void bias(const BackwardParams& p, WorkQueue& queue, void* memory) {
 }
 
 }  // namespace
-
-void backward_delta(const BackwardParams& p, WorkQueue& queue) {
-  p.type == ScalarType::kFloat64 ? delta<double>(p, queue) : delta<float>(p, queue);
-}
 
 int64_t backward_items(const BackwardParams& p) {
   return p.problems * p.kv_heads * backward_ranges(p);

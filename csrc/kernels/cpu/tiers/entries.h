@@ -12,7 +12,6 @@ int64_t forward_scratch(const AttentionParams&);
 void forward(const AttentionParams&, void* partials, WorkQueue&, void* scratch);
 void forward_join(const AttentionParams&, void* partials, WorkQueue&, void* scratch);
 
-void backward_delta(const BackwardParams&, WorkQueue&);
 int64_t backward_items(const BackwardParams&);
 int64_t backward_scratch(const BackwardParams&);
 void backward(const BackwardParams&, BackwardState&, WorkQueue&, void* scratch);

@@ -14,7 +14,6 @@ const CpuKernels kKernels = {
     forward_scratch,
     forward,
     forward_join,
-    backward_delta,
     backward_items,
     backward_scratch,
     backward,
