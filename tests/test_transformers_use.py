@@ -153,6 +153,17 @@ def test_a_model_without_attention_is_refused() -> None:
         integration.use(transformers.AutoModel.from_config(config))
 
 
+def test_a_model_of_two_towers_is_as_it_was_after_a_refusal() -> None:
+    model = case_of("clip").build()
+    own = case_of("bert").config()
+    own._attn_implementation_internal = "eager"
+    model.text_model.encoder.layers[0].self_attn.config = own
+    with pytest.raises(RuntimeError, match="left CLIPAttention"):
+        integration.use(model)
+    configs = (model.config, model.config.text_config, model.config.vision_config)
+    assert [config._attn_implementation for config in configs] == ["eager"] * 3
+
+
 def test_use_works_through_wrappers() -> None:
     case = case_of("bert")
     wrapped = torch.nn.DataParallel(case.build())
@@ -273,6 +284,28 @@ def test_a_decoder_turned_encoder_sees_both_ways(name: str, side: str) -> None:
     seen = against_eager(both_ways, mask.bool(), input_ids=ids(), attention_mask=mask)
     assert seen.given("attn_mask") == [None, None]
     assert not any(seen.given("is_causal"))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True},
+    ],
+    ids=str,
+)
+def test_gpt2s_ways_of_scaling_are_obeyed(option: dict[str, bool]) -> None:
+    case = case_of("gpt2")
+
+    def config() -> Any:
+        changed = case.config()
+        for name, value in option.items():
+            setattr(changed, name, value)
+        return changed
+
+    seen = against_eager(Case(case.name, config, case.layers), input_ids=ids())
+    scales = [1.0, 1.0] if "scale_attn_weights" in option else [8**-0.5, 8**-0.5 / 2]
+    assert seen.given("scale") == pytest.approx(scales)
 
 
 def test_padding_rows_of_a_decoder_are_zero_not_an_average() -> None:

@@ -105,12 +105,12 @@ def use(model: nn.Module) -> int:
         )
     if not layers:
         raise RuntimeError(f"use: {name} cannot be switched to attention_ext: no attention found")
-    configs: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
-    before = [config._attn_implementation for config in configs]
     register()
-    for part in model.modules():  # T5's encoder and decoder have copies of the configuration
-        if isinstance(part, PreTrainedModel):
-            part.set_attn_implementation(NAME)
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    configs = [config for part in parts for config in _configs(part)]
+    before = [config._attn_implementation for config in configs]
+    for part in parts:  # T5's encoder and decoder have copies of the configuration
+        part.set_attn_implementation(NAME)
     asking = (m for m in layers if not isinstance(m, MultiheadAttention))
     kept = sorted({type(m).__name__ for m in asking if _implementation(m) != NAME})
     if kept:
@@ -141,6 +141,12 @@ def _can_be_ours(module: nn.Module) -> bool:
         return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward)
     except (OSError, TypeError):
         return False
+
+
+def _configs(part: Any) -> list[Any]:
+    """A model's configuration and those inside it (a vision and a text tower's, say)."""
+    inner = [getattr(part.config, name) for name in part.config.sub_configs]
+    return [part.config, *(config for config in inner if config is not None)]
 
 
 def _implementation(module: nn.Module) -> str | None:
