@@ -74,6 +74,13 @@ AE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x with a relative error of 2^-23.
+AE_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // No instruction: loads behind it are not moved before it, which would keep their addresses and
 // results in registers.
 AE_DEVICE void keep_order() { asm volatile("" ::: "memory"); }

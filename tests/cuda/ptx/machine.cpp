@@ -343,9 +343,10 @@ bool Block::run_warp(uint32_t w) {
     if (done == 32) return moved;
     const Instruction* meet = nullptr;
     for (uint32_t l = 0; l < 32; ++l) {
-      if (lanes[l].done)
-        fail(*lanes[(l + 1) % 32].waits, "a thread ended while its warp waits for it");
-      if (meet == nullptr) meet = lanes[l].waits;
+      if (!lanes[l].done) meet = lanes[l].waits;
+    }
+    if (done > 0) fail(*meet, "a thread ended while its warp waits for it");
+    for (uint32_t l = 0; l < 32; ++l) {
       if (lanes[l].waits != meet) {
         fail(*lanes[l].waits,
              "the lanes of a warp wait at different instructions (the other: line " +

@@ -210,6 +210,7 @@ inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? y * 0.0f : y;  // NaN stays
 }
+inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline void keep_order() {}
 
 }  // namespace attention_ext::kernels::cuda::ptx

@@ -8,7 +8,7 @@
 // are made transposed, nothing is turned round in shared memory.
 //
 // Shared memory: K and V, 128 rows, and kStages times 2 * kRows rows of kSize numbers and three
-// statistics for each of kRows rows.
+// statistics for each of kRows rows. Two blocks fit a multiprocessor (budget in walk.cuh).
 #pragma once
 
 #include "kernels/cuda/tensor/gradient.cuh"
@@ -24,11 +24,13 @@ struct KeysShape {
   static constexpr int kChunks = kSize / kColumns;
   struct State {
     Head heads[2];  // of the tile at work and of the one whose copies are under way
+    int64_t end_head;
     float lse[kStages][kRows], rest[kStages][kRows], delta[kStages][kRows];
     TileKind kinds[kChunk];
   };
   static constexpr int kSharedMemory =
       (2 * kKeys + kStages * 2 * kRows) * kSize * 2 + static_cast<int>(sizeof(State));
+  static_assert(fits_budget(kSize, kSharedMemory));
 };
 
 // The keys of a block, columns [begin, begin + count) of both gradients, a key to each warp at a
@@ -101,13 +103,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   State& state = *reinterpret_cast<State*>(stages + kStages * 2 * kRows * kSize);
 
   int64_t block = first_block + blockIdx.x;
-  const int column0 = static_cast<int>(block % Shape::kChunks) * kColumns;
+  const int column0 = Shape::kChunks == 1 ? 0 : static_cast<int>(block % Shape::kChunks) * kColumns;
   block /= Shape::kChunks;
   const int64_t key_tiles = (p.k_length + kKeys - 1) / kKeys;
   const int64_t j0 = block % key_tiles * kKeys;  // early keys are seen by most rows
-  int h = static_cast<int>(block / key_tiles % p.kv_heads * p.group());
-  const int last_head = h + static_cast<int>(p.group()) - 1;
-  if (threadIdx.x == 0) state.heads[0] = head_of(p, block / key_tiles / p.kv_heads, h);
+  if (threadIdx.x == 0) {
+    const int64_t g = block / key_tiles % p.kv_heads;
+    state.heads[0] = head_of(p, block / key_tiles / p.kv_heads, g * p.group());
+    state.end_head = (g + 1) * p.group();
+  }
   __syncthreads();
   if (j0 >= state.heads[0].problem.k_length) return;
   const int row = 16 * (static_cast<int>(threadIdx.x) >> 5);  // of this warp: keys
@@ -128,7 +132,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   Walk<false, kRows, kKeys> walk(p, state.heads[0], j0, state.kinds);
   auto next = [&](int slot_at_work) {
     while (!walk.next()) {
-      if (++h > last_head) return false;
+      const int64_t h = state.heads[slot].h + 1;
+      if (h == state.end_head) return false;
       __syncthreads();  // nobody looks at the walk's last head any more
       slot = slot_at_work ^ 1;
       if (threadIdx.x == 0) {
@@ -223,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     if (kGeneral && p.softcap > 0) {
       multiply_columns<kType, kSize, 1, kRows>(s, keys, query);
-      multiply_by_slope<kRows>(dp[0], s[0], visible, scale, static_cast<float>(p.softcap));
+      multiply_by_slope<kRows>(dp[0], s[0], scale, static_cast<float>(p.softcap));
     }
     term_scale.template apply<kRows, kColumns>(dp[0], key_sums[0]);
     multiply_rows<kType, kSize, 1, kRows, kColumns>(key_sums, dp, query, column0);

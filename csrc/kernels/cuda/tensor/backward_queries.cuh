@@ -19,6 +19,7 @@ struct QueriesShape {
   static constexpr int kStages = kSize <= 128 ? 2 : 1;
   static constexpr int kSharedMemory =
       (2 * kRows + kStages * 2 * kKeys) * kSize * 2 + static_cast<int>(sizeof(BlockState));
+  static_assert(fits_budget(kSize, kSharedMemory));
 };
 
 // Row i by one warp: keys in lanes for the pairs, two columns a lane for the sums.
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     if (kGeneral && p.softcap > 0) {
       multiply_columns<kType, kSize, 1, kKeys>(s, queries, key);
-      multiply_by_slope<kKeys>(dp[0], s[0], visible, scale, static_cast<float>(p.softcap));
+      multiply_by_slope<kKeys>(dp[0], s[0], scale, static_cast<float>(p.softcap));
     }
     term_scale.template apply<kKeys, kSize>(dp[0], sums[0]);
     multiply_rows<kType, kSize, 1, kKeys, kSize>(sums, dp, key, 0);

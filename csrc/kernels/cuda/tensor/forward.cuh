@@ -35,6 +35,7 @@ struct ForwardShape {
   static constexpr bool kResident = kSize <= 128 && kSlices == 1;
   static constexpr int kSharedMemory =
       (kRows + 2 * kKeys) * kSize * 2 + static_cast<int>(sizeof(BlockState));
+  static_assert(fits_budget(kSize, kSharedMemory));
 };
 
 // Writes logsumexp and its residual of row i, returns what normalises its output.

@@ -49,15 +49,18 @@ AE_DEVICE void make_gradients(float (&dp)[kColumns / 8][4], const float (&prob)[
 // cheaper than keeping them in registers for a rare option.
 template <int kColumns>
 AE_DEVICE void multiply_by_slope(float (&ds)[kColumns / 8][4],
-                                 const float (&products)[kColumns / 8][4], uint32_t visible,
-                                 float scale, float softcap) {
-  const float inverse = 1.0f / softcap;
+                                 const float (&products)[kColumns / 8][4], float scale,
+                                 float softcap) {
+  const float unit = -2.0f * kLog2E * scale / softcap;
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const float u = std::tanh(products[n][c] * scale * inverse);
-      ds[n][c] = (visible >> (4 * n + c) & 1) != 0 ? ds[n][c] * (1.0f - u * u) : 0.0f;
+      // 1 - tanh^2(x) = 4 t / (1 + t)^2, t = exp(-2 |x|).
+      const float t = ptx::exp2_approx(-std::fabs(products[n][c] * unit));
+      const float r = ptx::reciprocal_approx(1.0f + t);
+      // Hidden pairs have a dS of 0, and perhaps a product that is not finite.
+      ds[n][c] = ds[n][c] != 0.0f ? ds[n][c] * (4.0f * t * r * r) : 0.0f;
     }
   }
 }

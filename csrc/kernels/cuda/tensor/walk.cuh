@@ -121,6 +121,14 @@ struct Walk {
   }
 };
 
+// The budget of a block. Registers: at most 255 a thread, so that two blocks of four warps fit the
+// 65,536 of a multiprocessor (__launch_bounds__ says so to the compiler). Shared memory: two blocks
+// within the 164 KiB of compute capability 8.0, each with its 1 KiB of the system, for head sizes
+// up to 128; one within the 99 KiB that 8.6, 8.9 and 12.0 allow a block for the larger ones.
+constexpr bool fits_budget(int size, int shared_memory) {
+  return size <= 128 ? 2 * (shared_memory + 1024) <= 164 * 1024 : shared_memory <= 99 * 1024;
+}
+
 // What a block shares beside its tiles.
 struct BlockState {
   Head head;
