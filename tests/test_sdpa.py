@@ -237,6 +237,16 @@ def test_causal_bias_masks_keep_their_alignment(monkeypatch: pytest.MonkeyPatch)
         assert not ran_ours(lambda m=mask: F.scaled_dot_product_attention(q, k, v, m))
 
 
+def test_cuda_tensors_are_ours_as_far_as_a_machine_without_a_gpu_can_tell() -> None:
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    with ae.sdpa(), mode, Watch() as seen:
+        q, k, v = (torch.empty(B, H, n, E, device="cuda", dtype=torch.bfloat16) for n in (L, S, S))
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        assert (out.device.type, out.dtype) == ("cuda", torch.bfloat16)
+        F.scaled_dot_product_attention(q, k, v, causal_lower_right(L, S))  # torch's: flash itself
+    assert seen.ours == 2 and seen.other_ways == []
+
+
 def test_jagged_tensors_are_ours() -> None:
     lengths = (3, 5, 1)
     values = [torch.randn(n, H, E, dtype=torch.float64) for n in lengths]

@@ -217,10 +217,25 @@ class VmappedCall {
   }
 
   bool fits_heads() const {
-    for (const auto index : {kKeyMask, kOffsets, kCuQ, kCuK}) {
+    for (const auto index : {kOffsets, kCuQ, kCuK}) {
       if (options_[index] && options_[index]->batched) return false;
     }
+    if (key_mask_differs() && (options_[kMask] || !key_mask_becomes_mask())) return false;
     return scores_fit_heads(kMask, false) && scores_fit_heads(kBias, wants_bias_);
+  }
+
+  bool key_mask_differs() const { return options_[kKeyMask] && options_[kKeyMask]->batched; }
+
+  // Padding has no heads to hold N; a bool mask of one row for each head means the same.
+  bool key_mask_becomes_mask() const {
+    return options_[kKeyMask]->tensor.scalar_type() == at::kBool && !options_[kCuK];
+  }
+
+  at::Tensor key_mask_as_mask() const {
+    const auto mask = options_[kKeyMask]->tensor.unsqueeze(-2).unsqueeze(-2);
+    c10::SymDimVector sizes(mask.sym_sizes().begin(), mask.sym_sizes().end());
+    sizes[sizes.size() - 3] = tensors_[operation_.query]->tensor.sym_size(-3);
+    return fold(mask.expand_symint(sizes), 3);
   }
 
   // Dense masks and biases go into the heads as they are: broadcast over all heads, or one for
@@ -257,6 +272,10 @@ class VmappedCall {
     }
     for (const auto index : {kKeyMask, kOffsets, kCuQ, kCuK}) {
       if (options_[index]) options[index] = options_[index]->tensor;
+    }
+    if (key_mask_differs()) {
+      options[kMask] = key_mask_as_mask();
+      options[kKeyMask].reset();
     }
     for (const auto index : {kSinks, kSlopes}) {
       if (options_[index]) options[index] = fold(full(*options_[index]), 1);
