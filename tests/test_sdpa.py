@@ -239,11 +239,12 @@ def test_causal_bias_masks_keep_their_alignment(monkeypatch: pytest.MonkeyPatch)
 
 def test_cuda_tensors_are_ours_as_far_as_a_machine_without_a_gpu_can_tell() -> None:
     mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    triangle = causal_lower_right(L, S)
     with ae.sdpa(), mode, Watch() as seen:
         q, k, v = (torch.empty(B, H, n, E, device="cuda", dtype=torch.bfloat16) for n in (L, S, S))
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
         assert (out.device.type, out.dtype) == ("cuda", torch.bfloat16)
-        F.scaled_dot_product_attention(q, k, v, causal_lower_right(L, S))  # torch's: flash itself
+        F.scaled_dot_product_attention(q, k, v, triangle)  # torch's calls its flash operator
     assert seen.ours == 2 and seen.other_ways == []
 
 
