@@ -189,6 +189,9 @@ struct Backward {
                                    ? key_operand(p.value, readable_in_place<T>(p.value), problem, h,
                                                  p.v_size, value_rows)
                                    : Operand<T>{nullptr, 0};
+      if (want_bias) {
+        prefetch_rows<true>(Rows(p.grad_bias, problem.batch, h, i0, j0), nq, tile.nk);
+      }
       gradient.compute(p, problem, h, packed, key, value, want_scores, /*with_cap=*/true,
                        want_statistic ? statistic : nullptr);
       bool careful = false;

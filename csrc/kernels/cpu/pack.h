@@ -184,6 +184,19 @@ AE_INLINE void load_columns(const T* in, int64_t ldi, int64_t rest, Vec<T> (&squ
       j < rest ? load(in + j * ldi) : Vec<T>{};
 }
 
+// Asks for a block of rows ahead of its use: short pieces of rows far apart, which the hardware
+// does not foresee.
+template <bool kWrite>
+AE_INLINE void prefetch_rows(const Rows& rows, int64_t n, int64_t columns) {
+  constexpr int64_t kLine = 64;
+  if (rows.column_stride != 1) return;
+  const int64_t bytes = columns * element_size(rows.type);
+  for (int64_t i = 0; i < n; ++i) {
+    const char* const row = rows.at(i, 0);
+    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(row + at, kWrite ? 1 : 0, 2);
+  }
+}
+
 // out[j][i] = factor * rows[i][j] for i < n, j < columns; lanes n.. up to a whole vector are zero.
 template <class T>
 void transpose_in(const Rows& rows, int64_t n, int64_t columns, T factor, T* out, int64_t ldo) {

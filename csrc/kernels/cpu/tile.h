@@ -212,6 +212,9 @@ struct Classifier {
     t.has_bias = true;
     const Rows rows(p.attn_bias, problem.batch, h, t.i0, t.j0);
     transpose_in<T>(rows, t.nq, t.nk, T{1}, t.bias, kBlock);
+    const int64_t next = t.j0 + t.nk;  // the block after this one is likely as large
+    prefetch_rows<false>(Rows(p.attn_bias, problem.batch, h, t.i0, next), t.nq,
+                         smaller(t.nk, problem.k_length - next));
     const Vec<T> hidden = broadcast(-kInfinity<T>);
     Mask<T> found{};
     for (int64_t y = 0; y < t.nk; ++y) {
