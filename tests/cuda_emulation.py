@@ -62,9 +62,8 @@ def can_sanitize() -> bool:
 
 
 def _sources(csrc: Path) -> list[Path]:
-    instances = csrc / "kernels" / "cuda" / "simt" / "instances"
     return [
-        *sorted(instances.glob("*.cu")),
+        *sorted((csrc / "kernels" / "cuda").glob("*/instances/*.cu")),
         csrc / "kernels" / "cuda" / "launch.cpp",
         *(SHIM / name for name in ("simt.cpp", "call.cpp")),
     ]

@@ -1,8 +1,10 @@
 // Chooses the kernels of a call by its type. No CUDA here: the files in */instances launch.
 #include "kernels/cuda/launch.h"
 
+#include "kernels/cuda/choose.h"
 #include "kernels/cuda/plan.h"
 #include "kernels/cuda/simt/entries.h"
+#include "kernels/cuda/tensor/entries.h"
 
 namespace attention_ext::kernels::cuda {
 
@@ -11,6 +13,7 @@ namespace {
 using simt_kernels::BFloat16;
 using simt_kernels::Float16;
 using simt_kernels::Simt;
+using tensor::TensorCore;
 
 // f<T>() for the element type of a call.
 template <class F>
@@ -29,6 +32,13 @@ const char* for_type(ScalarType type, F&& f) {
   }
 }
 
+// f<type>() for the types that tensor cores take.
+template <class F>
+const char* for_half(ScalarType type, F&& f) {
+  return type == ScalarType::kFloat16 ? f.template operator()<ScalarType::kFloat16>()
+                                      : f.template operator()<ScalarType::kBFloat16>();
+}
+
 int64_t accumulation_bytes(ScalarType type) { return type == ScalarType::kFloat64 ? 8 : 4; }
 
 }  // namespace
@@ -37,12 +47,20 @@ int64_t simt_shared_memory(ScalarType type) {
   return simt_kernels::shared_bytes(accumulation_bytes(type));
 }
 
-Path forward_path(const AttentionParams&, const DeviceLimits&) { return Path::kSimt; }
-Path backward_path(const BackwardParams&, const DeviceLimits&) { return Path::kSimt; }
+Path forward_path(const AttentionParams& p, const DeviceLimits& device) {
+  return tensor_cores_take(p, device) ? Path::kTensorCore : Path::kSimt;
+}
+Path backward_path(const BackwardParams& p, const DeviceLimits& device) {
+  return tensor_cores_take(p, device) ? Path::kTensorCore : Path::kSimt;
+}
 
 int64_t forward_workspace(const AttentionParams&, const DeviceLimits&) { return 0; }
 
 const char* forward(const AttentionParams& p, void*, const DeviceLimits& device, void* stream) {
+  if (forward_path(p, device) == Path::kTensorCore) {
+    return for_half(
+        p.type, [&]<ScalarType kType>() { return TensorCore<kType>::forward(p, device, stream); });
+  }
   return for_type(p.type, [&]<class T>() { return Simt<T>::forward(p, device, stream); });
 }
 
@@ -52,12 +70,20 @@ const char* backward_delta(const BackwardParams& p, const DeviceLimits& device, 
 
 const char* backward_keys(const BackwardParams& p, const DeviceLimits& device, void* stream) {
   if (!p.grad_key.defined() && !p.grad_value.defined()) return nullptr;
+  if (backward_path(p, device) == Path::kTensorCore) {
+    return for_half(p.type,
+                    [&]<ScalarType kType>() { return TensorCore<kType>::keys(p, device, stream); });
+  }
   return for_type(p.type, [&]<class T>() { return Simt<T>::keys(p, device, stream); });
 }
 
 const char* backward_queries(const BackwardParams& p, const DeviceLimits& device, void* stream) {
   if (!p.grad_query.defined() && !p.grad_statistics.defined() && !bias_with_queries(p)) {
     return nullptr;
+  }
+  if (backward_path(p, device) == Path::kTensorCore) {
+    return for_half(
+        p.type, [&]<ScalarType kType>() { return TensorCore<kType>::queries(p, device, stream); });
   }
   return for_type(p.type, [&]<class T>() { return Simt<T>::queries(p, device, stream); });
 }
