@@ -350,14 +350,15 @@ def test_no_mask_means_what_transformers_sdpa_means(
     assert ours.is_contiguous()
 
 
+@pytest.mark.parametrize("rows", [9, 3, 1])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_window_without_a_mask_counts_as_flash_attentions(causal: bool) -> None:
+def test_a_window_without_a_mask_counts_as_flash_attentions(causal: bool, rows: int) -> None:
     x = torch.randn(1, 1, 9, 4, dtype=torch.float64)
-    module = torch.nn.Module()
     _, weights = integration._attention_forward(
-        module, x, x, x, None, is_causal=causal, sliding_window=3, output_attentions=True
-    )
-    distance = torch.arange(9) - torch.arange(9)[:, None]
+        torch.nn.Module(), x[:, :, :rows], x, x, None, is_causal=causal, sliding_window=3,
+        output_attentions=True,
+    )  # fmt: skip
+    distance = torch.arange(9) - torch.arange(9 - rows, 9)[:, None]
     assert torch.equal(weights[0, 0] > 0, (distance >= -2) & (distance <= (0 if causal else 2)))
 
 

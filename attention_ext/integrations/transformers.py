@@ -182,7 +182,7 @@ def _attention_forward(
     if attention_mask is None:
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        options = _without_mask(query, bool(is_causal), sliding_window)
+        options = _without_mask(query, key, bool(is_causal), sliding_window)
     elif isinstance(attention_mask, StructuredMask):
         options = _structured(attention_mask, query, key)
     else:
@@ -224,16 +224,20 @@ def _refuse(module: nn.Module, name: str) -> None:
     )
 
 
-def _without_mask(query: Tensor, is_causal: bool, sliding_window: int | None) -> dict[str, Any]:
-    """What a call without a mask means: transformers' sdpa and flash functions say the same.
+def _without_mask(
+    query: Tensor, key: Tensor, is_causal: bool, sliding_window: int | None
+) -> dict[str, Any]:
+    """What a call without a mask means.
 
-    One query alone sees every key; more of them are aligned top left. The window counts as
-    flash-attn's: W keys to a side, the row's own among them.
+    Without a window, what transformers' sdpa function says: one query alone sees every key; more
+    of them are aligned top left. A window is flash-attn's: W keys to a side, the row's own among
+    them, and the last row belongs to the last key.
     """
-    is_causal = is_causal and query.size(2) > 1
+    rows, keys = query.size(2), key.size(2)
     if sliding_window is None:
-        return {"is_causal": is_causal}
-    return {"window": (sliding_window - 1, 0 if is_causal else sliding_window - 1)}
+        return {"is_causal": is_causal and rows > 1}
+    right = 0 if is_causal else sliding_window - 1
+    return {"window": (sliding_window - 1, right), "query_offset": keys - rows}
 
 
 def _structured(mask: StructuredMask, query: Tensor, key: Tensor) -> dict[str, Any]:
