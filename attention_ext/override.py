@@ -8,7 +8,6 @@ Imports functional only; nothing happens before a user asks.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import warnings
 from contextlib import ExitStack
@@ -308,12 +307,7 @@ def _separate_compiled_code(undo: ExitStack) -> None:
     def restore() -> None:
         if config.cache_key_tag == ours:
             config.cache_key_tag = before
-        _drop_compiled_code()
+        torch.compiler.reset()  # type: ignore[no-untyped-call]
 
     undo.callback(restore)
-    _drop_compiled_code()
-
-
-def _drop_compiled_code() -> None:
-    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
-        torch.compiler.reset()  # type: ignore[no-untyped-call]
+    torch.compiler.reset()  # type: ignore[no-untyped-call]
