@@ -93,6 +93,8 @@ int ae_call_integer(Call* call, const char* name, int64_t value) {
     call->p.type = static_cast<ScalarType>(value);
   } else if (n == "key_mask_is_bool") {
     call->p.key_mask_is_bool = value != 0;
+  } else if (n == "major") {
+    call->device.major = static_cast<int>(value);
   } else if (n == "average") {
     call->average = value != 0;
   } else if (n == "dropout_threshold") {
