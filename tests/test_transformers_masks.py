@@ -56,6 +56,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[int | None, int | None] | N
     "up to a position": (lambda b, h, q, k: k <= 4, None),
     "from a position": (lambda b, h, q, k: q >= 2, None),
     "no row is negative": (lambda b, h, q, k: (q > -1) & (k <= q), (None, 0)),
+    "by head": (lambda b, h, q, k: k <= q + h, None),
+    "by sequence": (lambda b, h, q, k: (k <= q) & (b != 1), None),
     "mirrored": (lambda b, h, q, k: q + k <= 8, None),
 }
 

@@ -167,7 +167,7 @@ def _window_of(mask_function: Callable[..., Any]) -> Window | None:
     what it computes is known then, whoever wrote it, and nothing is guessed from names.
     """
     try:
-        band = mask_function(0, 0, _Index(row=1, key=0), _Index(row=0, key=1))
+        band = mask_function(_Outside(), _Outside(), _Index(row=1, key=0), _Index(row=0, key=1))
     except (_NotABandError, TypeError, IndexError, AttributeError):
         return None
     return (band.left, band.right) if isinstance(band, _Band) else None
@@ -195,6 +195,18 @@ class _Band:
 
     def to(self, *_: object) -> _Band:
         return self
+
+
+class _Outside:
+    """The batch element or the head. A band looks at neither."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise _NotABandError
+
+    def __bool__(self) -> bool:
+        raise _NotABandError
 
 
 class _Index:
