@@ -65,6 +65,33 @@ def test_such_calls_run_on_the_tensor_core_kernels() -> None:
         small.attention(*(x.float() for x in args), **kwargs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_the_lowest_number_are_uniform(dtype: torch.dtype) -> None:
+    """finfo.min in a float32 bias is a number, forward and backward; -inf beside it hides."""
+    random = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 1, 70, 64, generator=random).to(dtype) for _ in range(3))
+    bias = torch.zeros(70, 70)
+    bias[3] = torch.finfo(torch.float32).min
+    bias[3, 50:] = -torch.inf
+    args = tuple(x.requires_grad_() for x in (q, k, v))
+    kwargs = {"attn_bias": bias.requires_grad_()}
+    out = emulator().attention(*args, **kwargs)
+    uniform = v[0, 0, :50].float().mean(0)
+    assert (out[0, 0, 3].float() - uniform).abs().max() < 0.01
+    truth, plain = truth_and_plain(args, kwargs)
+    assert_accurate(evaluate(emulator().attention, args, kwargs), truth, plain, "lowest")
+
+
+def test_infinite_scores_are_those_of_softmax() -> None:
+    q, k, v = (torch.ones(1, 1, 66, 64).bfloat16() for _ in range(3))
+    k[..., 5, :] = torch.inf  # row 0: inf - inf; row 1, of the other sign: no weight at all
+    q[..., 1, :] = -1
+    out, lse = emulator().attention(q, k, v, return_lse=True)
+    assert out[..., 0, :].isnan().all()
+    assert lse[..., 0].isnan().all()
+    assert torch.equal(out[..., 1, :], torch.ones_like(out[..., 1, :]))
+
+
 def test_dropout_of_a_shard_is_that_of_the_whole() -> None:
     """Also where a shard begins inside a group of eight keys."""
     q, k, v = (torch.randn(1, 2, 70, 64).bfloat16() for _ in range(3))

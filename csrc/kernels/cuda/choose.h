@@ -49,8 +49,9 @@ AE_INLINE bool tensor_cores_take(const BackwardParams& p, const DeviceLimits& de
 // Whether a call needs the instance that takes every option; the plain one takes windows, bool
 // masks and sinks, which keeps more registers for products.
 AE_INLINE bool needs_general(const AttentionParams& p) {
-  return p.attn_bias.defined() || p.softcap > 0 || p.alibi_slopes != nullptr || !(p.scale > 0) ||
-         p.dropout.threshold != 0 || (p.key_mask.defined() && !p.key_mask_is_bool);
+  return p.attn_bias.defined() || p.softcap > 0 || p.alibi_slopes != nullptr ||
+         !(static_cast<float>(p.scale) > 0) || p.dropout.threshold != 0 ||
+         (p.key_mask.defined() && !p.key_mask_is_bool);
 }
 
 // f<size, general>() for the instance that takes a call.

@@ -37,7 +37,7 @@ AE_DEVICE bool has_key_bias(const AttentionParams& p) {
 // Whether scores are more than products times a positive scale.
 AE_DEVICE bool natural_scores(const AttentionParams& p) {
   return p.attn_bias.defined() || p.softcap > 0 || p.alibi_slopes != nullptr || has_key_bias(p) ||
-         !(p.scale > 0);
+         !(static_cast<float>(p.scale) > 0);
 }
 
 // Block pairs computed, for tests of "work follows the mask".
