@@ -29,7 +29,6 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 SHIM = ROOT / "tests" / "cuda" / "shim"
-PASSES = ("forward", "keys", "queries", "bias", "rows", "weights")
 TYPES = {
     torch.float64: 0,
     torch.float32: 1,
@@ -80,9 +79,12 @@ def _state(csrc: Path, flags: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def build(sanitizer: str = "", csrc: Path = CSRC) -> Path:
-    """A shared library, or with a sanitizer the program `replay`. Two compilers at a time."""
-    flags = [*FLAGS, *OPTIMIZATION[sanitizer]]
+def build(sanitizer: str = "", csrc: Path = CSRC, only: Sequence[str] = ()) -> Path:
+    """A shared library, or with a sanitizer the program `replay`. Two compilers at a time.
+
+    `only` names the instances to compile; calls of the others end the program.
+    """
+    flags = [*FLAGS, *OPTIMIZATION[sanitizer], *(f"-DAE_ONLY_{name}" for name in only)]
     if sanitizer:
         flags.append(SANITIZER_MACRO[sanitizer])
     folder = ROOT / "build" / "cuda_shim" / _state(csrc, flags)
@@ -93,6 +95,7 @@ def build(sanitizer: str = "", csrc: Path = CSRC) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         work = Path(name)
         files = [*_sources(csrc), *([SHIM / "replay.cpp"] if sanitizer else [])]
+        files = [f for f in files if not only or f.suffix != ".cu" or f.stem in only]
         commands = []
         for k, file in enumerate(files):
             # The scheduler moves the threads that the thread sanitizer looks at.
@@ -104,6 +107,7 @@ def build(sanitizer: str = "", csrc: Path = CSRC) -> Path:
             commands.append([*command, "-o", str(work / f"{k}.o")])
         _run_two_at_a_time(commands)
         link = [f"-fsanitize={sanitizer}"] if sanitizer else ["-shared"]
+        link += ["-no-pie", "-Wl,--unresolved-symbols=ignore-all"] if only else []
         objects = [str(work / f"{k}.o") for k in range(len(files))]
         _run_two_at_a_time([[CXX, *objects, *link, "-o", str(work / result.name)]])
         folder.mkdir(exist_ok=True)

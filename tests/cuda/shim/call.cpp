@@ -97,6 +97,8 @@ int ae_call_integer(Call* call, const char* name, int64_t value) {
     call->device.major = static_cast<int>(value);
   } else if (n == "average") {
     call->average = value != 0;
+  } else if (n == "major") {
+    call->device.major = static_cast<int>(value);
   } else if (n == "dropout_threshold") {
     call->p.dropout.threshold = static_cast<uint32_t>(value);
   } else if (int64_t* const to = call->integer(n)) {
@@ -148,7 +150,8 @@ int ae_call_pointer(Call* call, const char* name, void* data) {
 int64_t ae_call_workspace(const Call* call, const char* pass) {
   const std::string n = pass;
   if (n == "forward") return cuda::forward_workspace(call->p, call->device);
-  if (n == "bias") return cuda::bias_gradient_workspace(call->p, call->device);
+  if (n == "bias" || n == "weights_backward")
+    return cuda::bias_gradient_workspace(call->p, call->device);
   return 0;
 }
 
