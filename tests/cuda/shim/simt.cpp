@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <optional>
 #include <vector>
 
@@ -61,7 +62,8 @@ struct Fiber {
 struct Meeting {  // a barrier of the block, or the collectives of one warp
   int arrived = 0;
   unsigned generation = 0;
-  char tags[2];  // for the sanitizer, taken in turn: who is late must not see what comes next
+  // For the sanitizer, taken in turn: who is late must not see what comes next.
+  char* tags = nullptr;
 };
 
 struct Block {
@@ -76,6 +78,9 @@ struct Block {
   std::vector<Meeting> warps;
   const std::function<void()>* kernel;
   char end_tag;
+  // The tags of all blocks so far: an address used twice would order one block behind another.
+  std::deque<std::vector<char>> tags;
+  std::vector<void*> retired;  // the sanitizer's fibers of the block before
 };
 Block* block = nullptr;
 uint32_t random_state = 0;  // 0: threads run in order
@@ -262,8 +267,11 @@ void run_block(unsigned index, unsigned grid, int threads, std::size_t shared_by
                const Pages& stacks) {
   const SharedMemory shared(shared_bytes);
   block->alive = threads;
-  block->barrier = Meeting{};
-  block->warps.assign(static_cast<std::size_t>((threads + kWarp - 1) / kWarp), Meeting{});
+  const auto warps = static_cast<std::size_t>((threads + kWarp - 1) / kWarp);
+  char* const tags = block->tags.emplace_back(2 * (warps + 1)).data();
+  block->barrier = Meeting{0, 0, tags};
+  block->warps.clear();
+  for (std::size_t w = 1; w <= warps; ++w) block->warps.push_back(Meeting{0, 0, tags + 2 * w});
   for (int k = 0; k < threads; ++k) {
     Fiber& fiber = block->fibers[static_cast<std::size_t>(k)];
     fiber.sees = {{static_cast<unsigned>(k), 0, 0},
@@ -280,7 +288,11 @@ void run_block(unsigned index, unsigned grid, int threads, std::size_t shared_by
   switch_to(block->fibers[0]);
   thread = nullptr;
 #if defined(AE_SHIM_THREAD_SANITIZER)
-  for (Fiber& fiber : block->fibers) __tsan_destroy_fiber(fiber.sanitizer_fiber);
+  // The next block gets new fibers first: the sanitizer takes a fiber in a destroyed one's place
+  // for the same, so that threads of equal index in two blocks would seem to be one thread.
+  for (void* fiber : block->retired) __tsan_destroy_fiber(fiber);
+  block->retired.clear();
+  for (const Fiber& fiber : block->fibers) block->retired.push_back(fiber.sanitizer_fiber);
 #endif
 }
 
@@ -407,6 +419,9 @@ void launch(unsigned blocks, int threads, std::size_t shared_bytes,
     if (!stacks) stacks.emplace(stack_bytes);
     run_block(k, blocks, threads, shared_bytes, *stacks);
   }
+#if defined(AE_SHIM_THREAD_SANITIZER)
+  for (void* fiber : state.retired) __tsan_destroy_fiber(fiber);
+#endif
   acquire(&state.end_tag);
   block = nullptr;
 }
