@@ -107,7 +107,8 @@ def build(sanitizer: str = "", csrc: Path = CSRC, only: Sequence[str] = ()) -> P
             commands.append([*command, "-o", str(work / f"{k}.o")])
         _run_two_at_a_time(commands)
         link = [f"-fsanitize={sanitizer}"] if sanitizer else ["-shared"]
-        link += ["-no-pie", "-Wl,--unresolved-symbols=ignore-all"] if only else []
+        if only and sanitizer:
+            link += ["-no-pie", "-Wl,--unresolved-symbols=ignore-all"]
         objects = [str(work / f"{k}.o") for k in range(len(files))]
         _run_two_at_a_time([[CXX, *objects, *link, "-o", str(work / result.name)]])
         folder.mkdir(exist_ok=True)

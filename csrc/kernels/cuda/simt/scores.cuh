@@ -58,7 +58,7 @@ AE_DEVICE void adjust_scores(const AttentionParams& p, const Problem& problem, i
       if ((visible & pair_bit(r, n)) == 0) continue;
       A& cell = shared.pairs[lane.row(r)][key];
       A score = cell;
-      if (softcap > A{0}) {
+      if (p.softcap > 0) {
         const A u = std::tanh(score / softcap);
         if (kSlope) shared.slopes[lane.row(r)][key] = A{1} - u * u;
         score = u * softcap;
