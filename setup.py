@@ -1,9 +1,9 @@
 """Builds one extension, attention_ext/_C.abi3.so, with ninja.
 
-Three kinds of source, three sets of flags: tier files (kernels compiled once per instruction set),
-the other kernel files (torch-free: they don't even get torch's include path), and glue. CUDA is
-decided here, and the reason is printed.
-Environment: MAX_JOBS (parallel compilations), CXX, ATTENTION_EXT_CUDA (auto, on, off).
+Kinds of source, each with its flags: tier files (kernels compiled once per instruction set), the
+other kernel files (torch-free: they don't even get torch's include path), CUDA kernels (nvcc), and
+glue. Whether CUDA is built is decided in tools/cuda_build.py; the reason is printed.
+Environment: MAX_JOBS (parallel compilations), CXX, and what tools/cuda_build.py names.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
+import cuda_build  # noqa: E402
 from build_backend import DEFAULT_TORCH, add_torch_to_path  # noqa: E402
 from compile_flags import KERNEL_FLAGS, TIER_FLAGS  # noqa: E402
 
@@ -58,24 +59,6 @@ def torch_requirement() -> str:
 
     major, minor = torch.__version__.split(".")[:2]
     return f"torch=={major}.{minor}.*"
-
-
-def decide_cuda(torch_cuda: str | None) -> tuple[bool, str]:
-    """Whether CUDA kernels are built, and the reason if not."""
-    wish = os.environ.get("ATTENTION_EXT_CUDA", "auto")
-    if wish not in ("auto", "on", "off"):
-        raise BuildError(f"ATTENTION_EXT_CUDA must be auto, on or off, got {wish!r}")
-    if wish == "off":
-        reason = "ATTENTION_EXT_CUDA=off"
-    elif not (CSRC / "cuda").is_dir():
-        reason = "this version has no CUDA sources yet"
-    elif torch_cuda is None:
-        reason = "torch is a CPU build (torch.version.cuda is None)"
-    else:
-        reason = "no nvcc was looked for: the CUDA build is not wired up yet"
-    if wish == "on":
-        raise BuildError(f"ATTENTION_EXT_CUDA=on, but a CUDA build is not possible: {reason}")
-    return False, reason
 
 
 def job_count() -> int:
@@ -165,8 +148,14 @@ class NinjaBuild(build_ext):
 
         if tuple(map(int, str(torch.__version__).split(".")[:2])) < (2, 11):
             raise BuildError(f"torch 2.11 or newer is needed, this is torch {torch.__version__}")
-        _, cuda_reason = decide_cuda(torch.version.cuda)
-        print(f"attention_ext: CPU only: {cuda_reason}", flush=True)
+        try:
+            toolkit, cuda_reason = cuda_build.decide(torch.version.cuda)
+            archs = " ".join(cuda_build.arch_flags()[1::2]) if toolkit else ""
+        except cuda_build.CudaBuildError as error:
+            raise BuildError(str(error)) from error
+        cuda = f"{toolkit.version} ({toolkit.nvcc}), {archs}" if toolkit else None
+        about = f"with CUDA {cuda}" if cuda else f"CPU only: {cuda_reason}"
+        print(f"attention_ext: {about}", flush=True)
 
         cxx = shlex.split(os.environ.get("CXX", "g++"))
         if shutil.which(cxx[0]) is None:
@@ -176,7 +165,7 @@ class NinjaBuild(build_ext):
         ).stdout
         compiler = version_line.splitlines()[0]
 
-        write_if_changed(NINJA_DIR / "build.ninja", self.ninja_text(cxx, compiler))
+        write_if_changed(NINJA_DIR / "build.ninja", self.ninja_text(cxx, compiler, toolkit))
         ninja = [find_ninja(), "-C", str(NINJA_DIR), f"-j{job_count()}"]
         if subprocess.run(ninja, env={"NINJA_STATUS": "[%f/%t %es] ", **os.environ}).returncode:
             raise BuildError("the compilation failed; the first error is above")
@@ -191,7 +180,7 @@ class NinjaBuild(build_ext):
                 f"TORCH_VERSION: str = {str(torch.__version__)!r}",
                 f"CXX11_ABI: bool = {bool(torch.compiled_with_cxx11_abi())!r}",
                 f"TORCH_CUDA: str | None = {torch.version.cuda!r}",
-                "CUDA: str | None = None",
+                f"CUDA: str | None = {cuda!r}",
                 f"CUDA_REASON: str = {cuda_reason!r}",
                 f"COMPILER: str = {compiler!r}",
                 f"TIERS: tuple[str, ...] = {tuple(TIER_FLAGS)!r}",
@@ -205,7 +194,7 @@ class NinjaBuild(build_ext):
         built = Path(self.build_lib) / "attention_ext" / "_build_info.py"
         write_if_changed(ROOT / "attention_ext" / "_build_info.py", built.read_text())
 
-    def ninja_text(self, cxx: list[str], compiler: str) -> str:
+    def ninja_text(self, cxx: list[str], compiler: str, toolkit: cuda_build.Toolkit | None) -> str:
         """One line per object. Another torch or compiler changes command lines: ninja rebuilds."""
         import torch
 
@@ -228,11 +217,18 @@ class NinjaBuild(build_ext):
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(word for include in glue_includes for word in ("-isystem", include)),
         ]
+        nvcc = toolkit.nvcc if toolkit else "nvcc"
+        cuda_includes = ["-isystem", str(toolkit.include_dir)] if toolkit else []
         objects: list[str] = []
         lines = [
             "ninja_required_version = 1.5",
             "rule compile",
             f"  command = {shlex.join(cxx)} -MD -MF $out.d $flags -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = $out",
+            "rule cuda",
+            f"  command = {nvcc} -MD -MF $out.d $flags -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = $out",
@@ -242,15 +238,16 @@ class NinjaBuild(build_ext):
             "",
         ]
 
-        def compile_one(source: Path, suffix: str, flags: list[str]) -> None:
+        def compile_one(source: Path, suffix: str, flags: list[str], rule: str = "compile") -> None:
             target = f"{source.relative_to(CSRC).as_posix()}{suffix}.o"
             objects.append(target)
-            lines.append(f"build {ninja_escape(target)}: compile {ninja_escape(str(source))}")
+            lines.append(f"build {ninja_escape(target)}: {rule} {ninja_escape(str(source))}")
             lines.append("  flags = " + shlex.join(flags).replace("$", "$$"))
 
         for source in sorted(CSRC.rglob("*.cpp")):
             folder = source.parent.relative_to(CSRC).as_posix()
-            if folder.startswith(("cuda", "kernels/cuda")):
+            of_cuda = folder.startswith(("cuda", "kernels/cuda"))
+            if (of_cuda or source.name == "register_cuda.cpp") and not toolkit:
                 continue
             if folder == "kernels/cpu/tiers":
                 for tier, tier_flags in TIER_FLAGS.items():
@@ -260,7 +257,9 @@ class NinjaBuild(build_ext):
             elif folder.startswith("kernels"):
                 compile_one(source, "", kernel)
             else:
-                compile_one(source, "", glue)
+                compile_one(source, "", [*glue, *cuda_includes] if of_cuda else glue)
+        for source in sorted(CSRC.rglob("*.cu")) if toolkit else []:
+            compile_one(source, "", cuda_build.nvcc_flags(source, cxx[0], CSRC), rule="cuda")
 
         link = [
             *(
@@ -270,6 +269,7 @@ class NinjaBuild(build_ext):
                 "-ltorch_cpu",
                 "-Wl,--as-needed",
             ),
+            *(cuda_build.link_flags(toolkit) if toolkit else []),
             *openmp_link_flags(torch_root),
             *("-Wl,-z,defs", "-Wl,-rpath,$ORIGIN/../torch/lib"),
         ]

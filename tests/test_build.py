@@ -153,7 +153,7 @@ def test_the_report_names_the_build_and_the_tier_in_use(tier: str) -> None:
     assert lines["library"] == str(LIBRARY)
     assert lines["built for torch"].startswith(_build_info.TORCH_VERSION)
     assert lines["running torch"] == torch.__version__
-    assert lines["CUDA"] == f"not built: {_build_info.CUDA_REASON}"
+    assert lines["CUDA"] == (_build_info.CUDA or f"not built: {_build_info.CUDA_REASON}")
     assert lines["compiler"] == _build_info.COMPILER
     assert lines["CPU tiers built"] == ", ".join(_build_info.TIERS)
     assert lines["CPU tier in use"] == tier
@@ -169,8 +169,11 @@ def test_the_library_needs_torch_and_the_c_and_cpp_runtimes_only() -> None:
     assert {"libc10.so", "libtorch_cpu.so"} <= needed
     gomp = {name for name in needed if name.startswith("libgomp")}
     assert len(gomp) == 1
+    cuda = set()
+    if _build_info.CUDA:  # tests/test_cuda_build.py knows which
+        cuda = {name for name in needed if "cuda" in name}
     runtimes = r"libstdc\+\+\.so|libm\.so|libgcc_s\.so|libc\.so|libpthread\.so|ld-linux"
-    rest = needed - {"libc10.so", "libtorch_cpu.so"} - gomp
+    rest = needed - {"libc10.so", "libtorch_cpu.so"} - gomp - cuda
     assert [name for name in rest if not re.match(runtimes, name)] == []
     assert re.search(r"RUNPATH.*\[\$ORIGIN/\.\./torch/lib\]", dynamic)
 

@@ -52,9 +52,14 @@ def check_sentences(source: str) -> list[list[str]]:
 
 
 def _sentences() -> dict[str, list[str]]:
-    """First words -> all literal parts, over all C++ sources."""
+    """First words -> all literal parts, over all C++ sources.
+
+    But for csrc/cuda, which not every build has: test_cuda_glue.py makes its errors.
+    """
     found: dict[str, list[str]] = {}
     for path in sorted([*CSRC.rglob("*.cpp"), *CSRC.rglob("*.h")]):
+        if path.parent == CSRC / "cuda":
+            continue
         for literals in check_sentences(path.read_text()):
             assert literals, f"{path.relative_to(ROOT)}: a check without a sentence"
             assert literals[0] not in found, f"two checks say {literals[0]!r}"

@@ -3,6 +3,8 @@
 #include <c10/core/ScalarType.h>
 
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 
 #include "common/checks_call.h"
 
@@ -117,10 +119,23 @@ bool is_integer(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt;
 }
 
+// Whether values on a GPU are checked as well, at the cost of a wait in every call: for debugging.
+bool checks_device_values() {
+  static const bool on = [] {
+    const char* const text = std::getenv("ATTENTION_EXT_CHECK_VALUES");
+    return text != nullptr && std::strcmp(text, "1") == 0;
+  }();
+  return on;
+}
+
 // Values can be read here: a real CPU tensor, not a fake or wrapped one; a GPU's would cost a wait.
 bool is_readable(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.has_storage() &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+  return (tensor.device().is_cpu() || (tensor.device().is_cuda() && checks_device_values())) &&
+         tensor.has_storage() && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+at::Tensor read(const at::Tensor& tensor) {
+  return tensor.to(tensor.options().device(at::kCPU).dtype(at::kLong)).contiguous();
 }
 
 void check_query_offsets(const Call& call, const at::Tensor& offsets,
@@ -147,7 +162,7 @@ void check_query_offsets(const Call& call, const at::Tensor& offsets,
                    offsets.sym_sizes());
   }
   if (!is_readable(offsets) || offsets.numel() == 0) return;
-  const auto values = offsets.to(at::kLong).contiguous();
+  const auto values = read(offsets);
   for (int64_t n = 0; n < values.numel(); ++n) {
     const int64_t offset = values.const_data_ptr<int64_t>()[n];
     CHECK_ARGUMENT(call.op, -kPositionLimit <= offset && offset <= kPositionLimit,
@@ -183,8 +198,7 @@ void check_cu_seqlens_k(const Call& call, const at::Tensor& lengths, const at::T
 
 void check_cu_seqlens_values(const Call& call, const AttentionOptions& options) {
   if (!is_readable(*options.cu_seqlens_q) || !is_readable(*options.cu_seqlens_k)) return;
-  const auto starts_q = options.cu_seqlens_q->to(at::kLong).contiguous();
-  const auto starts_k = options.cu_seqlens_k->to(at::kLong).contiguous();
+  const auto starts_q = read(*options.cu_seqlens_q), starts_k = read(*options.cu_seqlens_k);
   const int64_t* q = starts_q.const_data_ptr<int64_t>();
   const int64_t* k = starts_k.const_data_ptr<int64_t>();
   const int64_t sequences = starts_q.numel() - 1;

@@ -1,6 +1,7 @@
 #include "common/make_params.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/zeros.h>
 
 #include <cmath>
 
@@ -71,6 +72,18 @@ void fold_batch(View& view, const at::Tensor& tensor, int64_t tail, at::IntArray
   }
   if (folds) return;
   const int64_t batch = c10::multiply_integers(batch_sizes);
+  if (storage.on_device) {
+    // One dimension's offsets beside the sums of all behind it; nothing but launches.
+    const auto indices = tensor.options().dtype(at::kLong);
+    at::Tensor sums = at::zeros({1}, indices);
+    for (int64_t d = dims - 1; d >= 0; --d) {
+      const at::Tensor own = at::arange(batch_sizes[d], indices).mul_(stride(d));
+      sums = own.unsqueeze(1).add(sums).reshape({-1});
+    }
+    view.batch_offsets = sums.data_ptr<int64_t>();
+    storage.tensors.push_back(std::move(sums));
+    return;
+  }
   int64_t* const offsets = table(storage, batch);
   for (int64_t b = 0; b < batch; ++b) {
     int64_t rest = b, offset = 0;
@@ -103,12 +116,16 @@ const int64_t* int64_data(const at::Tensor& tensor, ParamsStorage& storage) {
   return storage.tensors.back().data_ptr<int64_t>();
 }
 
-void fill_dropout(kernels::DropoutParams& d, const AttentionOptions& options, int64_t heads) {
+void fill_dropout(kernels::DropoutParams& d, const AttentionOptions& options, int64_t heads,
+                  ParamsStorage& storage) {
   d.threshold = static_cast<uint32_t>(std::nearbyint(options.dropout_p * 65536.0));
   if (d.threshold == 0) return;
   d.rescale = d.threshold < 65536 ? 65536.0 / (65536.0 - d.threshold) : 0.0;
-  const at::Tensor state = options.rng_state->contiguous();
-  const int64_t* const words = state.data_ptr<int64_t>();
+  const int64_t* const words = int64_data(*options.rng_state, storage);
+  if (storage.on_device) {
+    d.state = words;  // read by the kernels
+    return;
+  }
   d.seed = static_cast<uint64_t>(words[0]);
   d.offset = static_cast<uint64_t>(words[1]);
   d.heads_total = words[2] != 0 ? words[2] : heads;
@@ -121,6 +138,7 @@ void fill_packed(AttentionParams& p, const AttentionOptions& options, ParamsStor
   p.problems = options.cu_seqlens_q->size(0) - 1;
   p.cu_seqlens_q = int64_data(*options.cu_seqlens_q, storage);
   p.cu_seqlens_k = int64_data(*options.cu_seqlens_k, storage);
+  if (storage.on_device) return;  // lengths stay the totals, and kernels find their sequence
   int64_t* const starts = table(storage, p.problems + 1);
   p.q_length = p.k_length = starts[0] = 0;
   for (int64_t n = 0; n < p.problems; ++n) {
@@ -206,7 +224,7 @@ void fill_params(AttentionParams& p, const CallShape& shape, const at::Tensor& q
             : shape.qk_size > 0 ? 1.0 / std::sqrt(static_cast<double>(shape.qk_size))
                                 : 1.0;
   p.softcap = options.softcap;
-  fill_dropout(p.dropout, options, shape.heads);
+  fill_dropout(p.dropout, options, shape.heads, storage);
   if (options.cu_seqlens_q) fill_packed(p, options, storage);
 }
 

@@ -10,8 +10,11 @@
 namespace attention_ext {
 
 // What the params point at: small tensors in the accumulation type, tables of batch offsets and of
-// positions.
+// positions. On a device nothing is read back and nothing is copied from the host's memory (a
+// captured CUDA graph would read it again when it runs): tables are computed there, dropout's state
+// and packed sequences' borders are read by the kernels.
 struct ParamsStorage {
+  bool on_device = false;
   std::vector<at::Tensor> tensors;
   std::vector<std::unique_ptr<int64_t[]>> tables;
 };

@@ -22,6 +22,13 @@ std::atomic<int64_t>& visited_block_pairs();
 // one core).
 constexpr double kSerialWork = 1e6;
 
+// Floating-point operations of `products` matrix products over all pairs.
+inline double work_of(const kernels::AttentionParams& p, int products) {
+  const double pairs = static_cast<double>(p.problems) * static_cast<double>(p.heads) *
+                       static_cast<double>(p.q_length) * static_cast<double>(p.k_length);
+  return pairs * products * static_cast<double>(p.qk_size + p.v_size + 16);
+}
+
 // Runs kernel(queue, scratch) on as many threads as there is work for, until all `items` are taken.
 // Threads share one ordered queue, so it does not matter how many of them really arrive. An
 // exception in one stops the others and comes out here.
