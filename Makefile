@@ -19,7 +19,7 @@ EXAMPLES := walkthrough vit_digits translate charmodel summarize which_noun
 # The demo's model comes in a package; nothing is fetched at run time.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo examples test check lint format bench build clean
+.PHONY: help demo examples test check cuda-check lint format bench build clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -28,6 +28,7 @@ help:
 	@echo "make examples   six more, each under two minutes on two cores (docs/examples.md)"
 	@echo "make test    everything;  make check  the part that takes under two minutes"
 	@echo "make bench   speed against torch;  make lint  ruff, mypy, clang-format;  make format"
+	@echo "make cuda-check   builds for CUDA beside it and tests what needs no GPU (5.5 GB of torch)"
 	@echo "make build   the extension alone, in place;  make clean  removes what was built"
 
 demo: $(STAMP)-demo build
@@ -41,6 +42,11 @@ test: $(STAMP)-test build
 
 check: $(STAMP)-test build
 	$(PY) -m pytest -m "not slow"
+
+# Its environment, its copy of the tree and its build are in build/cuda_check. With a GPU:
+# benchmarks/gpu_check.sh
+cuda-check:
+	$(PYTHON) tools/cuda_check.py
 
 lint: $(STAMP)-lint
 	$(ENV)/bin/ruff check
