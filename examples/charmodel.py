@@ -55,6 +55,7 @@ class CharModel(nn.Module):
         self.letters = nn.Embedding(letters, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, letters))
+        self.reach = layers * WINDOW[0] + 1  # letters that the last one depends on, itself included
 
     def forward(self, tokens: Tensor, borders: Tensor) -> Tensor:
         """Tokens (T) and borders (sequences + 1) -> (T, letters) scores of each next letter."""
@@ -148,14 +149,18 @@ def train(
     return curve, held_curve
 
 
-def write(model: nn.Module, text: Text, start: str, length: int, temperature: float = 0.7) -> str:
-    """Continue a paragraph letter by letter; the layers together reach back 3 windows."""
-    reach = len(model.blocks) * WINDOW[0] + 1
+def next_letter(model: CharModel, tokens: Tensor, reach: int) -> Tensor:
+    """Return the scores (letters) of what comes next, given the last `reach` tokens."""
+    seen = tokens[-reach:]
+    with torch.no_grad():
+        return model(seen, torch.tensor([0, len(seen)]))[-1]
+
+
+def write(model: CharModel, text: Text, start: str, length: int, temperature: float = 0.7) -> str:
+    """Continue a paragraph letter by letter."""
     tokens = [0, *(text.number[c] for c in start)]
     for _ in range(length):
-        seen = torch.tensor(tokens[-reach:])
-        with torch.no_grad():
-            logits = model(seen, torch.tensor([0, len(seen)]))[-1]
+        logits = next_letter(model, torch.tensor(tokens), model.reach)
         token = int(torch.multinomial((logits / temperature).softmax(-1), 1))
         if token == 0:
             break
@@ -213,6 +218,13 @@ def main() -> None:
         alone = torch.cat([model(p[:-1], torch.tensor([0, len(p) - 1])) for p in batch])
     difference = (packed - alone).abs().max().item()
     print(f"{len(batch)} paragraphs packed and alone, largest difference: {difference:.1e}")
+    whole = max(held, key=len)
+    scores = [next_letter(model, whole, n) for n in (len(whole), model.reach, model.reach // 8)]
+    same, fewer = ((scores[0] - other).abs().max().item() for other in scores[1:])
+    print(
+        f"The last {model.reach} of {len(whole)} letters instead of all change the next letter's "
+        f"scores by {same:.1e}, the last {model.reach // 8} by {fewer:.1e}"
+    )
     print("A sample:")
     for line in write(model, text, "The ", 60 if options.quick else 400).splitlines():
         print(f"  | {line}")

@@ -33,12 +33,11 @@ RIVER = ["We sat on the bank of the river.", "The boat drifted to the muddy bank
 MONEY = ["She opened an account at the bank.", "The bank raised its interest rates again."]
 
 
-def read_options(doc: str | None, *, add: Callable[[Any], object] = bool) -> argparse.Namespace:
-    """Read --out, --quick and what `add` adds to the parser; make the folder; fix the seed."""
+def read_options(doc: str | None) -> argparse.Namespace:
+    """Read --out and --quick, make the folder, fix the seed."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures")
     parser.add_argument("--quick", action="store_true", help="less of everything, as tests run it")
-    add(parser)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

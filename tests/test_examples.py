@@ -108,10 +108,10 @@ def test_vision_transformer_beats_the_commonest_digit(run: Run) -> None:
     assert "3 of 3 attention modules replaced" in printed
 
 
-def test_translator_beats_the_closest_known_name(run: Run) -> None:
+def test_translator_beats_the_closest_learnt_name(run: Run) -> None:
     printed, _ = run("translate")
-    model = number(r"translated +exactly right.*letters alike (\S+) %", printed)
-    closest = number(r"closest known name.*letters alike (\S+) %", printed)
+    model = number(r"held-out names, translated +exactly.*letters alike (\S+) %", printed)
+    closest = number(r"closest learnt name +exactly.*letters alike (\S+) %", printed)
     assert 30 < closest < model
     assert "6 of 6 attention modules replaced" in printed
     alike, of = re.findall(r"without padding: (\d+) of (\d+) translated alike", printed)[0]
@@ -124,6 +124,11 @@ def test_character_model_beats_frequencies_of_letters(run: Run) -> None:
     letters = number(r"frequencies of letters +(\S+)", printed)
     assert 1 < model < letters < 6
     assert number(r"packed and alone, largest difference: (\S+)", printed) < 1e-4
+    reach, same, fewer = re.findall(
+        r"The last (\d+) of .* by (\S+), the last 23 by (\S+)", printed
+    )[0]
+    assert int(reach) == 3 * 63 + 1
+    assert float(same) < 1e-4 < float(fewer)
 
 
 def test_summary_is_nearer_to_its_page_than_the_rest(run: Run) -> None:
