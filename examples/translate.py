@@ -222,7 +222,7 @@ def main() -> None:
         loss_of(model, source[:8], target[:8]).backward()
     print_calls(seen, count_layers(model), "one training step")
 
-    train(model, source, target, steps=150 if options.quick else 800)
+    train(model, source, target, steps=150 if options.quick else 600)
     model.eval()
     names, right = [p[0] for p in held], [p[1] for p in held]
     held_source = sources.rows(names)
