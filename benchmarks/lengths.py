@@ -6,6 +6,7 @@ that torch's allocator held during a step, beyond what was there before.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def _step(function: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -
 
 def peak_memory(step: Step) -> int:
     """The most bytes that torch's CPU allocator held at once during the step."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints two lines a use
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     held = most = 0
