@@ -60,9 +60,12 @@ def _plain(
 def test_samples_of_torch_give_torchs_results(dtype: torch.dtype) -> None:
     """Without dropout, against torch's float64, by the tolerance rule.
 
-    The samples are numbers up to 9 and their softmax nearly one-hot, so that plain attention in
-    float32 may happen to be exact: there the error has a limit of its own.
+    The samples are numbers up to 9, 8 of them in a row, and their softmax is nearly one-hot:
+    gradients of query and key are differences of equal numbers. Plain attention may happen to be
+    exact there, where the rounding of those numbers in the accumulation type is allowed.
     """
+    exact_type = torch.float64 if dtype == torch.float64 else torch.float32
+    rounding = (9 * 8) * (9 * 8**-0.5) * torch.finfo(exact_type).eps
     for n, sample in enumerate(_samples(dtype)):
         exact = sample.transform(
             lambda x: (
@@ -84,7 +87,9 @@ def test_samples_of_torch_give_torchs_results(dtype: torch.dtype) -> None:
                 torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-3, msg=label)
             else:
                 problem = inaccuracy(x, y, z)
-                assert not problem, f"{label}: {problem}"
+                assert not problem or (x.double() - y).abs().max() <= rounding, (
+                    f"{label}: {problem}"
+                )
 
 
 def test_samples_of_torch_with_their_dropout() -> None:
