@@ -35,7 +35,9 @@ struct ThreadCopies {
   unsigned block;
   const void* shared;
 };
-inline ThreadCopies& copies_of_thread() {
+// The records of copies are the emulation's, not the kernel's: blocks take turns with them, which
+// is no race of theirs. What arrives is.
+AE_UNSEEN inline ThreadCopies& copies_of_thread() {
   static ThreadCopies all[1024];
   ThreadCopies& mine = all[simt::thread->thread.x];
   if (mine.block != simt::thread->block.x || mine.shared != simt::thread->shared) {
@@ -47,28 +49,37 @@ inline ThreadCopies& copies_of_thread() {
   return mine;
 }
 
+AE_UNSEEN inline void note_copy(void* to, const void* from, bool take) {
+  ThreadCopies& mine = copies_of_thread();
+  if (mine.count == ThreadCopies::kMost) simt::fail("too many asynchronous copies at once");
+  mine.list[mine.count++] = {to, from, take, mine.groups};
+}
+__attribute__((noinline)) inline void arrive(void* to, const void* from, bool take) {
+  if (take) {
+    std::memcpy(to, from, 16);
+  } else {
+    std::memset(to, 0, 16);
+  }
+}
+
 inline void copy_async(void* to, const void* from, bool take) {
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0) simt::fail("cp.async to a misaligned address");
   if (take && reinterpret_cast<uintptr_t>(from) % 16 != 0) {
     simt::fail("cp.async from a misaligned address");
   }
-  ThreadCopies& mine = copies_of_thread();
-  if (mine.count == ThreadCopies::kMost) simt::fail("too many asynchronous copies at once");
-  mine.list[mine.count++] = {to, from, take, mine.groups};
+  note_copy(to, from, take);
 }
-inline void commit_copies() { ++copies_of_thread().groups; }
+AE_UNSEEN inline void commit_copies() { ++copies_of_thread().groups; }
 template <int kPending>
-inline void wait_copies() {
+AE_UNSEEN inline void wait_copies() {
   ThreadCopies& mine = copies_of_thread();
   int left = 0;
   for (int n = 0; n < mine.count; ++n) {
     const PendingCopy copy = mine.list[n];
     if (copy.group + kPending >= mine.groups) {
       mine.list[left++] = copy;
-    } else if (copy.take) {
-      std::memcpy(copy.to, copy.from, 16);
     } else {
-      std::memset(copy.to, 0, 16);
+      arrive(copy.to, copy.from, copy.take);
     }
   }
   mine.count = left;
