@@ -13,20 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
+from tiers import machine_tiers
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 from compile_flags import KERNEL_FLAGS, TIER_FLAGS  # noqa: E402
 
 SOURCES = ("benchmarks/microkernels.cpp", "csrc/kernels/cpu/tiers/peak.cpp")
-
-
-def tiers_here() -> list[str]:
-    """The tiers that this machine can run."""
-    best = torch.backends.cpu.get_cpu_capability().lower()
-    order = list(TIER_FLAGS)
-    return order[: order.index(best) + 1] if best in order else order[:1]
 
 
 def run_tier(tier: str, folder: Path) -> str:
@@ -41,10 +34,10 @@ def run_tier(tier: str, folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.microkernels", description=__doc__)
-    parser.add_argument("--tier", choices=tiers_here(), help="one tier only")
+    parser.add_argument("--tier", choices=machine_tiers(), help="one tier only")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for tier in [arguments.tier] if arguments.tier else tiers_here():
+        for tier in [arguments.tier] if arguments.tier else machine_tiers():
             print(f"{tier}\n{run_tier(tier, Path(folder))}", flush=True)
 
 

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ import torch
 
 from cuda_emulation import CSRC, CXX, ROOT, SHIM, Call, Emulator, Library, can_compile
 from cuda_emulation import _run_two_at_a_time as run_two_at_a_time
+
+sys.path.insert(0, str(ROOT / "tools"))
+from cuda_build import NVCC_FLAGS
 
 CUDA = CSRC / "kernels" / "cuda"
 INTERPRETER = ROOT / "tests" / "cuda" / "ptx"
@@ -89,7 +93,7 @@ def compile_ptx(
     """The PTX of .cu files, kept by the state of the sources."""
     driver = nvcc()
     assert driver is not None
-    flags = ["-std=c++20", "-O3", "-gencode", f"arch=compute_{arch},code=compute_{arch}", *more]
+    flags = [*NVCC_FLAGS, "-gencode", f"arch=compute_{arch},code=compute_{arch}", *more]
     folder = BUILD / state_of([*kernel_files(csrc), *sources], *flags)
     folder.mkdir(parents=True, exist_ok=True)
     names = ["_".join(source.parts[-3:]).replace(".cu", "") for source in sources]

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,12 +15,12 @@ import pytest
 
 from cuda_emulation import CSRC, CXX, NO_COMPILER, ROOT, SHIM, can_compile
 
+sys.path.insert(0, str(ROOT / "tools"))
+from cuda_build import kernel_flags
+
 NVCC = shutil.which(os.environ.get("NVCC", "nvcc"))
 INSTANCES = sorted((CSRC / "kernels" / "cuda" / "simt" / "instances").glob("*.cu"))
 ARCHITECTURES = ("80", "90")
-# -fmad=false: products are fused where the source says fma, so that every pass rebuilds the scores'
-# very bits. No --use_fast_math: exp, tanh and division are the accurate ones.
-NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", f"-I{CSRC}"]
 
 
 @pytest.mark.skipif(not can_compile(), reason=NO_COMPILER)
@@ -73,7 +74,16 @@ def kernels() -> list[Kernel]:
 
     for file in INSTANCES:
         targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-        command = [str(NVCC), *NVCC_FLAGS, *targets, "-Xptxas", "-v", "-c", str(file)]
+        command = [
+            str(NVCC),
+            *kernel_flags(file),
+            f"-I{CSRC}",
+            *targets,
+            "-Xptxas",
+            "-v",
+            "-c",
+            str(file),
+        ]
         command += ["-o", os.devnull]
         running.append((file, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         if len(running) == 2:
