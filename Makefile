@@ -19,7 +19,7 @@ EXAMPLES := walkthrough vit_digits translate charmodel summarize which_noun
 # The demo's model comes in a package; nothing is fetched at run time.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo examples test check cuda-check lint format bench build clean
+.PHONY: help demo examples test check docs cuda-check lint format bench build clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -27,6 +27,7 @@ help:
 	@echo "make demo    attention of ours and torch's in a real model, side by side; pictures in out/"
 	@echo "make examples   six more, each under two minutes on two cores (docs/examples.md)"
 	@echo "make test    everything;  make check  the part that takes under two minutes"
+	@echo "make docs    the pages of docs/ and the reference as a site, build/docs/html/index.html"
 	@echo "make bench   speed against torch;  make lint  ruff, mypy, clang-format;  make format"
 	@echo "make cuda-check   builds for CUDA beside it and tests what needs no GPU (5.5 GB of torch)"
 	@echo "make build   the extension alone, in place;  make clean  removes what was built"
@@ -42,6 +43,10 @@ test: $(STAMP)-test build
 
 check: $(STAMP)-test build
 	$(PY) -m pytest -m "not slow"
+
+# Every page, and the reference from docstrings and schemas. Anything that leads nowhere is an error.
+docs: $(STAMP)-docs build
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs . build/docs/html
 
 # Its environment, its copy of the tree and its build are in build/cuda_check. With a GPU:
 # benchmarks/gpu_check.sh
@@ -86,13 +91,20 @@ $(STAMP)-test: LIBRARIES := timm==1.0.29 torchvision==0.28.0 pillow==13.0.0 \
 	open_clip_torch==3.3.0 ftfy==6.3.1 wcwidth==0.9.4 \
 	sentence-transformers==6.2.0 scikit-learn==1.9.1 joblib==1.6.0 cloudpickle==3.1.3 \
 	threadpoolctl==3.8.0 narwhals==2.29.0
+# Libraries whose masks tests/test_docs_masks.py compares with what docs/masks.md says of them.
+$(STAMP)-test: MASK_LIBRARIES := jax==0.10.2 jaxlib==0.10.2 opt_einsum==3.4.0 ml_dtypes==0.6.0 \
+	onnx==1.23.1 protobuf==7.36.2 typing_extensions==4.16.0 \
+	keras==3.15.1 absl-py==2.5.1 namex==0.1.0 optree==0.20.0 h5py==3.16.0 rich==15.0.0
 $(STAMP)-lint: EXTRAS := lint,test,demo
+$(STAMP)-docs: EXTRAS := docs
 $(STAMP)-bench: EXTRAS := bench
-$(STAMP)-demo $(STAMP)-examples $(STAMP)-test $(STAMP)-lint $(STAMP)-bench: $(STAMP)-build setup.py
+$(STAMP)-demo $(STAMP)-examples $(STAMP)-test $(STAMP)-docs $(STAMP)-lint $(STAMP)-bench: $(STAMP)-build setup.py
 	$(PY) setup.py -q build_ext --inplace
 	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
 	$(if $(WITHOUT_DEPS),$(PIP) --no-deps $(WITHOUT_DEPS))
 	$(if $(LIBRARIES),rm -rf build/libraries && $(PIP) --no-deps --target build/libraries $(LIBRARIES))
+	$(if $(MASK_LIBRARIES),rm -rf build/mask_libraries && \
+		$(PIP) --no-deps --target build/mask_libraries $(MASK_LIBRARIES))
 	@touch $@
 
 # What Debian leaves out is said before anything large is downloaded.

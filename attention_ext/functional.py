@@ -72,7 +72,7 @@ def attention(
             S - L the bottom-right one. An int, or an integer tensor (B).
         softcap: if positive, scores become softcap * tanh(score / softcap).
         sinks: (H), one more logit in each softmax's denominator, without a value.
-        alibi_slopes: (H) or (B, H), constants.
+        alibi_slopes: constants, (H) or (B, H); each head's factor of the distance.
         scale: factor of the dot products; 1/sqrt(E) by default.
         dropout_p: probability of dropping a weight, rounded to 1/65536. Obeyed always; a module
             passes 0 in evaluation.
@@ -191,7 +191,7 @@ def scaled_dot_product_attention(
         enable_gqa: accepted for torch's sake.
 
     Returns:
-        (..., L, Ev)
+        ``out`` (..., L, Ev).
 
     Raises:
         RuntimeError: for an argument of a wrong shape, dtype, device or value; the text names it.
@@ -275,12 +275,12 @@ def varlen_attention(
     Args:
         query: (T, H, E), T the sum of the query lengths.
         key: (T_k, Hkv, E), T_k the sum of the key lengths.
-        value: (T_k, Hkv, Ev)
+        value: (T_k, Hkv, Ev).
         cu_seqlens_q: int32 or int64 (sequences + 1), from 0, never falling, ending at T.
         cu_seqlens_k: likewise for the keys, ending at T_k.
         key_mask: (T_k), bool (True = takes part) or float.
         query_offset: an int, or an integer tensor (sequences).
-        alibi_slopes: (H) or (sequences, H)
+        alibi_slopes: constants, (H) or (sequences, H).
         is_causal, window, softcap, sinks, scale, dropout_p, rng_state: as in :func:`attention`.
         return_lse: also return the logsumexp.
 
@@ -365,7 +365,7 @@ def make_rng_state(device: torch.device | str | int | None = None) -> Tensor:
         device: where the state shall live: the query's device. None is torch's default device.
 
     Returns:
-        int64 (6): seed, offset, and four numbers that place a shard inside a larger call
+        ``state`` (6), int64. Seed, offset, and four numbers that place a shard inside a larger call
         (heads of the whole call or 0, first head, first row, first key), all 0.
 
     Source:

@@ -255,8 +255,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             average_attn_weights: return the mean over the heads instead of one matrix per head.
             is_causal: query ``i`` sees keys ``0..i``. Ignored beside ``attn_mask``.
 
-        All three may be nested tensors (N, *, E), strided or jagged, with ``batch_first`` and
-        without masks; ``attn_output`` is then nested like ``query``.
+        All three may be nested tensors (N, ragged length, E), strided or jagged, with
+        ``batch_first`` and without masks; ``attn_output`` is then nested like ``query``.
 
         Returns:
             ``attn_output``, shaped like ``query``, and None or the weights that multiplied the

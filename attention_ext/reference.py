@@ -131,9 +131,16 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Dense attention of packed sequences: the oracle of :func:`attention_ext.varlen_attention`.
 
-    Shapes: query (T, H, E), key (T_k, Hkv, E), value (T_k, Hkv, Ev); cu_seqlens_q and cu_seqlens_k
-    hold the borders of the sequences; key_mask (T_k); query_offset an int or one per sequence;
-    alibi_slopes (H) or (sequences, H).
+    Args:
+        query: (T, H, E).
+        key: (T_k, Hkv, E).
+        value: (T_k, Hkv, Ev).
+        cu_seqlens_q, cu_seqlens_k: the borders of the sequences, (sequences + 1) each.
+        key_mask: (T_k).
+        query_offset: an int, or one for each sequence.
+        alibi_slopes: constants, (H) or (sequences, H).
+        compute_dtype, pairwise: as in :func:`attention`; the others as in
+            :func:`attention_ext.varlen_attention`.
 
     Returns:
         ``out`` (T, H, Ev), then ``logsumexp`` (H, T) if ``return_lse``.
@@ -192,7 +199,20 @@ def visible_pairs(
     window: Sequence[int | None] | None = None,
     query_offset: int | Tensor = 0,
 ) -> Tensor:
-    """Bool (..., H, L, S): True where query row i sees key j, by every mask together."""
+    """Who sees whom, by every mask together.
+
+    Args:
+        query: (..., H, L, E); only its shape and device count, as do the key's.
+        key: (..., Hkv, S, E).
+        attn_mask, attn_bias, key_mask, is_causal, window, query_offset: as in
+            :func:`attention_ext.attention`; of a float mask only its -inf counts.
+
+    Returns:
+        Bool (..., H, L, S), True where query row i sees key j.
+
+    Raises:
+        RuntimeError: for masks that do not broadcast to the scores.
+    """
     batch, heads, rows, keys = query.shape[:-3], query.size(-3), query.size(-2), key.size(-2)
     visible = torch.ones(*batch, heads, rows, keys, dtype=torch.bool, device=query.device)
     left, right = (None, None) if window is None else window
@@ -223,11 +243,22 @@ def dropout_mask(
     *,
     first_batch: int = 0,
 ) -> Tensor:
-    """Bool (*batch, heads, rows, keys): True where dropout keeps the pair.
+    """Which weights dropout keeps: a pure function of the random state and of the place.
 
-    A pure function of ``rng_state`` (int64[6]: seed, offset, heads_total, first_head, first_row,
-    first_key) and of the place of the pair. One call of Philox4x32-10 serves eight neighbouring
-    keys, sixteen bits for each.
+    One call of Philox4x32-10 serves eight neighbouring keys, sixteen bits for each.
+
+    Args:
+        rng_state: int64 (6), from :func:`attention_ext.make_rng_state`.
+        batch: sizes of the batch dimensions.
+        heads, rows, keys: H, L and S.
+        dropout_p: probability of dropping a weight, rounded to 1/65536.
+        first_batch: number of the first batch entry; a packed sequence's is its own number.
+
+    Returns:
+        Bool (..., H, L, S) with ``batch`` in front, True where the weight is kept.
+
+    Raises:
+        ValueError: for a random state of other than six numbers.
     """
     seed, offset, heads_total, first_head, first_row, first_key = rng_state.tolist()
     device = rng_state.device
@@ -256,7 +287,14 @@ def dropout_mask(
 
 
 def dropout_rescale(dropout_p: float) -> float:
-    """1 / (1 - p) for the p that was rounded to 1/65536; 0 when everything is dropped."""
+    """What kept weights are multiplied by.
+
+    Args:
+        dropout_p: probability of dropping a weight, rounded to 1/65536.
+
+    Returns:
+        1 / (1 - p) for the rounded p; 0 for p = 1.
+    """
     kept = 65536 - round(dropout_p * 65536)
     return 65536 / kept if kept else 0.0
 

@@ -54,7 +54,7 @@ def plot_attention(
         cmap: a matplotlib colour map.
 
     Returns:
-        A :class:`matplotlib.figure.Figure` that pyplot does not hold: ``figure.savefig(path)``
+        A :class:`matplotlib.figure.Figure` that pyplot does not hold. ``figure.savefig(path)``
         writes it, a notebook shows it.
 
     Raises:

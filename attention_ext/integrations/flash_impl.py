@@ -16,6 +16,7 @@ from attention_ext.override import replace_kernels, sdpa
 
 __all__ = ["NAME", "register"]
 
+#: The name that :func:`register` registers and returns.
 NAME = "attention_ext"
 
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"

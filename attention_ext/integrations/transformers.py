@@ -20,6 +20,7 @@ from attention_ext.modules import MultiheadAttention
 
 __all__ = ["NAME", "register", "use"]
 
+#: The name that :func:`register` registers and returns.
 NAME = "attention_ext"
 
 # Keywords that models pass along and that do not change what attention computes here: a mask, if
