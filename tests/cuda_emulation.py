@@ -201,6 +201,7 @@ class Library:
         self.so.ae_call_new.restype = ctypes.c_void_p
         self.so.ae_call_run.restype = ctypes.c_char_p
         self.so.ae_call_workspace.restype = ctypes.c_int64
+        self.workspaces: dict[str, int] = {}  # bytes that each pass was last given
 
     def __call__(self, call: Call) -> None:
         handle = ctypes.c_void_p(self.so.ae_call_new())
@@ -231,6 +232,7 @@ class Library:
             )
         else:
             size = self.so.ae_call_workspace(handle, name)
+            self.workspaces[name.decode()] = size
             workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
             error = self.so.ae_call_run(handle, name, ctypes.c_void_p(workspace.data_ptr()))
             if error is not None:

@@ -28,7 +28,9 @@ HMMA, LDSM, LDGSTS, LOCAL_LOAD, LOCAL_STORE = 0x23C, 0x83B, 0xFAE, 0x983, 0x387
 TUNED = (64, 128)  # head sizes whose kernels must not spill
 # The types differ in few instructions: both for one architecture, one for the other.
 TYPES = {"80": ("float16", "bfloat16"), "90": ("bfloat16",)}
-KINDS = ("forward", "keys", "queries")
+KINDS = ("forward", "split", "keys", "queries")
+# Kernels of a file: three sizes, plain and general; of split keys the general ones, and their end.
+COUNTS = {"forward": 6, "split": 4, "keys": 6, "queries": 6}
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ def read_kernels(cubin: Path, said: str) -> list[Kernel]:
     kernels = []
     for part in re.split(r"Compiling entry function ", said)[1:]:
         name = part.split("'")[1]
-        found = re.search(r"(forward|keys|queries)_kernelI.*?ELi(\d+)ELb([01])E", name)
+        found = re.search(
+            r"(forward|split|join|keys|queries)_kernelI\w+?E\dE(?:Li(\d+)E)?(?:Lb([01])E)?E", name
+        )
         assert found is not None, name
         # The first lines behind an entry are its own; noinline functions of it follow.
         stack, stores, loads = (
@@ -85,8 +89,8 @@ def read_kernels(cubin: Path, said: str) -> list[Kernel]:
             Kernel(
                 name,
                 found[1],
-                int(found[2]),
-                found[3] == "1",
+                int(found[2] or 0),
+                found[1] == "split" or found[3] == "1",
                 int(registers[1]),
                 stack,
                 stores + loads,
@@ -103,14 +107,14 @@ def kernels(request: pytest.FixtureRequest) -> list[Kernel]:
     files = [instances / f"{kind}_{name}.cu" for kind in KINDS for name in TYPES[arch]]
     built = assemble(compile_ptx(files, arch), arch)
     found = [kernel for cubin, said in built for kernel in read_kernels(cubin, said)]
-    assert len(found) == len(files) * 3 * 2  # sizes, plain and general
+    assert len(found) == len(TYPES[arch]) * sum(COUNTS.values())
     return found
 
 
 @needs_nvcc
 def test_tuned_kernels_use_no_local_memory(kernels: list[Kernel]) -> None:
     for kernel in kernels:
-        if kernel.size in TUNED:
+        if kernel.size in TUNED or kernel.kind == "join":
             assert kernel.spills == 0, kernel.name
             assert kernel.stack == 0, kernel.name
             assert kernel.opcodes[LOCAL_LOAD] + kernel.opcodes[LOCAL_STORE] == 0, kernel.name
@@ -135,7 +139,9 @@ def test_registers_allow_two_blocks_on_a_multiprocessor(kernels: list[Kernel]) -
 def tile_instructions(kernel: Kernel) -> tuple[int, int]:
     """(HMMA, LDSM) of one tile by the shapes in the headers: the whole of a kernel's products."""
     size = kernel.size
-    if kernel.kind == "forward":
+    if kernel.kind == "join":
+        return 0, 0
+    if kernel.kind in ("forward", "split"):
         slices, inner = (2 if size == 64 and not kernel.general else 1), 64
         resident = size <= 128 and slices == 1
         products = [(size, inner, 0 if resident else slices), (inner, size, 0)]
@@ -165,7 +171,16 @@ def test_products_are_in_the_code_once(kernels: list[Kernel]) -> None:
 @needs_nvcc
 def test_tiles_arrive_by_asynchronous_copies(kernels: list[Kernel]) -> None:
     for kernel in kernels:
-        assert kernel.opcodes[LDGSTS] >= 3, kernel.name  # Q, K and V, unrolled by up to four
+        if kernel.kind != "join":
+            assert kernel.opcodes[LDGSTS] >= 3, kernel.name  # Q, K and V, unrolled by up to four
+
+
+@needs_nvcc
+def test_joining_parts_is_light(kernels: list[Kernel]) -> None:
+    """64 registers leave room for eight blocks, so that many rows' parts are read at a time."""
+    joins = [kernel for kernel in kernels if kernel.kind == "join"]
+    assert len(joins) in (1, 2)
+    assert all(kernel.registers <= 64 for kernel in joins)
 
 
 # ---- choose.h --------------------------------------------------------------------------------

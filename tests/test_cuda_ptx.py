@@ -10,7 +10,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    kinds = ("forward", "keys", "queries")
+    kinds = ("forward", "split", "keys", "queries")
     files = [f"tensor/instances/{kind}_{name}.cu" for kind in kinds for name in TYPES]
     files += [f"simt/instances/{kind}_{name}.cu" for kind in ("rows", "bias") for name in TYPES]
     return interpreter(tuple(files))
@@ -76,6 +76,10 @@ SHIPPED = [
     sized("mask_band", 128, q_len=150, k_len=200, heads=1),
     sized("tail_of_one", 256, heads=1),
     sized("short_query", 128, k_len=200),
+    # Keys shared out among blocks.
+    sized("short_query", 64, k_len=530, heads=2, kv_heads=1),
+    sized("everything", 72, q_len=2, k_len=600, window=None),
+    sized("decode_group", 256, k_len=520),
 ]
 
 
@@ -185,87 +189,124 @@ def test_a_row_that_sees_nan_is_nan_and_no_other(device: Device) -> None:
 # ---- Planted bugs ----------------------------------------------------------------------------
 
 
-def forward_with(
-    change: Callable[[str], str], tmp_path: Path, device: Device
-) -> Callable[..., Tensor]:
-    """The bfloat16 forward of size 64 with a change in its source."""
-    csrc = tmp_path / "csrc"
-    shutil.copytree(CSRC / "kernels", csrc / "kernels")
-    source = csrc / "kernels" / "cuda" / "tensor" / "forward.cuh"
-    text = source.read_text()
-    changed = change(text)
-    assert changed != text
-    source.write_text(changed)
-    instance = tmp_path / "instance.cu"
-    instance.write_text(
-        '#include "kernels/cuda/tensor/forward.cuh"\n'
-        "namespace attention_ext::kernels::cuda::tensor {\n"
-        "template __global__ void forward_kernel<ScalarType::kBFloat16, 64, false>(\n"
-        "    const __grid_constant__ AttentionParams, int64_t);\n"
-        "}\n"
-    )
-    modules = compile_ptx([instance], csrc=csrc)
-    host = build_interpreter(sorted(CUDA.glob("*/instances/*.cu")))
-    # A library of its own, since a process loads each file once.
-    copy = tmp_path / "interpreter.so"
-    shutil.copy(host, copy)
-    return Device(Interpreter(copy, modules)).attention
+# The bfloat16 kernels of size 64 that bugs are planted in.
+INSTANCES = """
+#include "kernels/cuda/tensor/split.cuh"
+namespace attention_ext::kernels::cuda::tensor {
+template __global__ void forward_kernel<ScalarType::kBFloat16, 64, false>(
+    const __grid_constant__ AttentionParams, int64_t);
+template __global__ void split_kernel<ScalarType::kBFloat16, 64>(
+    const __grid_constant__ SplitParams, int64_t);
+template __global__ void join_kernel<ScalarType::kBFloat16>(
+    const __grid_constant__ SplitParams, int64_t);
+}
+"""
 
 
-def replaced(old: str, new: str, nth: int = 0) -> Callable[[str], str]:
-    def change(text: str) -> str:
-        parts = text.split(old)
-        assert len(parts) > nth + 1, f"{old!r} is not there"
-        return old.join(parts[: nth + 1]) + new + old.join(parts[nth + 1 :])
+@dataclass(frozen=True)
+class Bug:
+    """In a file of csrc/kernels/cuda/tensor, the nth occurrence of a text replaced."""
 
-    return change
+    file: str
+    right: str
+    wrong: str
+    nth: int = 0
+
+    def device(self, tmp_path: Path) -> Device:
+        """Kernels with this bug."""
+        csrc = tmp_path / "csrc"
+        shutil.copytree(CSRC / "kernels", csrc / "kernels")
+        source = csrc / "kernels" / "cuda" / "tensor" / self.file
+        parts = source.read_text().split(self.right)
+        assert len(parts) > self.nth + 1, f"{self.right!r} is not there"
+        before, after = parts[: self.nth + 1], parts[self.nth + 1 :]
+        source.write_text(self.right.join(before) + self.wrong + self.right.join(after))
+        instance = tmp_path / "instance.cu"
+        instance.write_text(INSTANCES)
+        modules = compile_ptx([instance], csrc=csrc)
+        host = build_interpreter(sorted(CUDA.glob("*/instances/*.cu")))
+        # A library of its own, since a process loads each file once.
+        copy = tmp_path / "interpreter.so"
+        shutil.copy(host, copy)
+        return Device(Interpreter(copy, modules))
+
+
+TILE, FORWARD, SPLIT = "forward_tile.cuh", "forward.cuh", "split.cuh"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("bug", "message"),
     [
         pytest.param(
-            replaced("__syncthreads();  // K is here", "// K is here"),
+            Bug(TILE, "__syncthreads();  // K is here", "// K is here"),
             "race in shared memory",
             id="no barrier before K is read",
         ),
         pytest.param(
-            replaced("__syncthreads();  // V is here", "// V is here"),
+            Bug(TILE, "__syncthreads();  // V is here", "// V is here"),
             "race in shared memory",
             id="no barrier before K is overwritten",
         ),
         pytest.param(
-            replaced("ptx::wait_copies<0>();", "ptx::wait_copies<1>();", nth=0),
+            Bug(TILE, "ptx::wait_copies<0>();", "ptx::wait_copies<1>();", nth=0),
             "has not been waited for",
             id="a wait for K that is one too weak",
         ),
         pytest.param(
-            replaced("ptx::wait_copies<0>();", "ptx::wait_copies<1>();", nth=1),
+            Bug(TILE, "ptx::wait_copies<0>();", "ptx::wait_copies<1>();", nth=1),
             "has not been waited for",
             id="a wait for V that is one too weak",
         ),
         pytest.param(
-            replaced("if (!inside) continue;", ""),
+            Bug(FORWARD, "if (!inside) continue;", ""),
             "out of bounds",
             id="rows behind the end of the output",
         ),
         pytest.param(
-            replaced("if (column >= p.v_size) continue;", ""),
+            Bug(FORWARD, "if (column >= p.v_size) continue;", ""),
             "out of bounds|race between blocks",
             id="columns behind the end of a row",
         ),
     ],
 )
-def test_planted_bugs_are_seen(
-    change: Callable[[str], str], message: str, tmp_path: Path, device: Device
-) -> None:
+def test_planted_bugs_are_seen(bug: Bug, message: str, tmp_path: Path, device: Device) -> None:
     random = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, 1, 200, 64, generator=random).bfloat16() for _ in range(2))
     v = torch.randn(1, 1, 200, 56, generator=random).bfloat16()
     device.attention(q, k, v)
-    broken = forward_with(change, tmp_path, device)
     with pytest.raises(RuntimeError, match=message):
-        broken(q, k, v)
+        bug.device(tmp_path).attention(q, k, v)
+
+
+def test_a_race_between_the_parts_of_a_row_is_seen(tmp_path: Path) -> None:
+    """All parts at one place."""
+    q, k = torch.randn(1, 1, 1, 64).bfloat16(), torch.randn(1, 1, 512, 64).bfloat16()
+    bug = Bug(SPLIT, "(split * row_count(p) + row) * p.v_size", "row * p.v_size")
+    with pytest.raises(RuntimeError, match="race between blocks"):
+        bug.device(tmp_path).attention(q, k, k)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("low += weight * from[0];", "low += from[0];"),
+        ("sum += part.sum * shrink;", "sum += part.sum;"),
+    ],
+    ids=["sums", "weights"],
+)
+def test_parts_joined_without_their_weight_are_seen(
+    right: str, wrong: str, tmp_path: Path, device: Device
+) -> None:
+    case = Case("parts", 3, 520, 64, batch=(1,), heads=2, kv_heads=1)
+    args, kwargs = case.make(torch.bfloat16)
+    truth, plain = truth_and_plain(args, kwargs, return_lse=True)
+    assert_accurate(
+        evaluate(device.attention, args, kwargs, return_lse=True), truth, plain, case.name
+    )
+    wrong_device = Bug(SPLIT, right, wrong).device(tmp_path)
+    ours = evaluate(wrong_device.attention, args, kwargs, return_lse=True)
+    with pytest.raises(AssertionError):
+        assert_accurate(ours, truth, plain, case.name)
 
 
 # ---- The interpreter itself ------------------------------------------------------------------

@@ -54,12 +54,18 @@ Path backward_path(const BackwardParams& p, const DeviceLimits& device) {
   return tensor_cores_take(p, device) ? Path::kTensorCore : Path::kSimt;
 }
 
-int64_t forward_workspace(const AttentionParams&, const DeviceLimits&) { return 0; }
+int64_t forward_workspace(const AttentionParams& p, const DeviceLimits& device) {
+  return forward_path(p, device) == Path::kTensorCore ? SplitPlan(p).workspace(p) : 0;
+}
 
-const char* forward(const AttentionParams& p, void*, const DeviceLimits& device, void* stream) {
+const char* forward(const AttentionParams& p, void* workspace, const DeviceLimits& device,
+                    void* stream) {
   if (forward_path(p, device) == Path::kTensorCore) {
-    return for_half(
-        p.type, [&]<ScalarType kType>() { return TensorCore<kType>::forward(p, device, stream); });
+    const bool splits = SplitPlan(p).splits > 1;
+    return for_half(p.type, [&]<ScalarType kType>() {
+      return splits ? TensorCore<kType>::split_forward(p, workspace, device, stream)
+                    : TensorCore<kType>::forward(p, device, stream);
+    });
   }
   return for_type(p.type, [&]<class T>() { return Simt<T>::forward(p, device, stream); });
 }

@@ -54,6 +54,40 @@ struct BiasPlan {
   }
 };
 
+// How the keys of few queries are shared out (tensor/split.cuh): the rows of a group's heads make
+// tiles of 64, and several blocks share the keys that a tile sees, evenly. A function of L, S, the
+// window and the group alone: equal bits on every device, and for a sample alone or in a batch.
+constexpr int64_t kSplitTile = 64;
+
+struct SplitPlan {
+  int64_t rows;       // of the heads of a group
+  int64_t row_tiles;  // of one (batch, key head)
+  int64_t splits;     // parts of the keys; 1: not split
+
+  AE_INLINE explicit SplitPlan(const AttentionParams& p)
+      : rows(p.group() * p.q_length), row_tiles(blocks_of(rows, kSplitTile)), splits(1) {
+    constexpr int64_t kFewRows = 2 * kSplitTile;  // more make enough blocks of their own
+    if (p.packed() || rows == 0 || rows > kFewRows) return;
+    int64_t keys = p.k_length;  // at most so many are seen by a tile
+    if (p.window_left < kUnbounded && p.window_right < kUnbounded) {
+      keys = smaller(keys, larger(0, p.q_length + p.window_left + p.window_right));
+    }
+    // A part's sums are written and read once, 8 bytes a number, beside the keys and values read,
+    // 4 bytes a number: 256 keys for each 16 rows keep that below an eighth.
+    const int64_t least = 256 * blocks_of(smaller(rows, kSplitTile), 16);
+    // Blocks that share one (batch, key head), on devices of up to 148 multiprocessors.
+    constexpr int64_t kEnoughBlocks = 256;
+    splits = larger(1, smaller(keys / least, kEnoughBlocks / row_tiles));
+  }
+  AE_INLINE int64_t blocks(const AttentionParams& p) const {
+    return p.problems * p.kv_heads * row_tiles * splits;
+  }
+  // Bytes of workspace: for every part and row its sums in float32, and 16 of statistics.
+  AE_INLINE int64_t workspace(const AttentionParams& p) const {
+    return splits == 1 ? 0 : splits * p.problems * p.heads * p.q_length * (4 * p.v_size + 16);
+  }
+};
+
 // True if no dimension of the bias broadcasts.
 AE_INLINE bool bias_is_full(const BackwardParams& p) {
   return BiasPlan::of_one_batch(p) && p.bias_size[1] == p.heads && p.bias_size[2] == p.q_length &&

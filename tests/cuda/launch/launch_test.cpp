@@ -49,7 +49,7 @@ void equal(const std::string& what, int64_t got, int64_t want) {
   ++failures;
 }
 
-char somewhere[8];
+alignas(16) char somewhere[16];
 View some() {
   View v;
   v.data = somewhere;
@@ -148,6 +148,64 @@ void bias_plans() {
   }
 }
 
+// Parts of the keys of few queries: by L, S, the window and the group, never by batch or device.
+void split_plans() {
+  auto plan = [](int64_t b, int64_t h, int64_t hkv, int64_t l, int64_t s) {
+    return SplitPlan(sizes(b, h, hkv, l, s, 128, 128));
+  };
+  equal("few keys are not split", plan(1, 8, 8, 1, 511).splits, 1);
+  equal("256 keys for each 16 rows", plan(1, 8, 8, 1, 512).splits, 2);
+  equal("whatever the batch", plan(1000, 8, 8, 1, 512).splits, 2);
+  equal("whatever the heads", plan(1, 4096, 4096, 1, 512).splits, 2);
+  equal("at most 256", plan(1, 8, 8, 1, 1 << 20).splits, 256);
+  equal("rows of a group", plan(1, 32, 8, 16, 8192).rows, 64);
+  equal("64 rows: 1024 keys", plan(1, 32, 8, 16, 8192).splits, 8);
+  equal("17 rows: 512 keys", plan(1, 17, 1, 1, 8192).splits, 16);
+  equal("two tiles", plan(1, 8, 8, 65, 8192).row_tiles, 2);
+  equal("two tiles: at most 128", plan(1, 8, 8, 128, 1 << 20).splits, 128);
+  equal("129 rows are many", plan(1, 8, 8, 129, 1 << 20).splits, 1);
+  equal("129 rows of a group, too", plan(1, 129, 1, 1, 1 << 20).splits, 1);
+  equal("no rows", plan(1, 8, 8, 0, 1 << 20).splits, 1);
+  equal("no keys", plan(1, 8, 8, 1, 0).splits, 1);
+  equal("no heads", plan(1, 0, 0, 1, 1 << 20).splits, 1);
+  AttentionParams p = sizes(3, 32, 8, 2, 1 << 20, 128, 96);
+  equal("blocks", SplitPlan(p).blocks(p), 3 * 8 * 256);
+  DeviceLimits device;
+  p.type = ScalarType::kFloat16;
+  equal("SIMT kernels need no workspace", forward_workspace(p, device), 0);
+  for (View* view : {&p.query, &p.key, &p.value}) {
+    *view = some();
+    view->stride[3] = 1;
+  }
+  equal("a part of a row: its sums and 16 bytes", forward_workspace(p, device),
+        int64_t{256} * 3 * 32 * 2 * (96 * 4 + 16));
+  device.multiprocessors = 1000;
+  equal("whatever the device", forward_workspace(p, device),
+        int64_t{256} * 3 * 32 * 2 * (96 * 4 + 16));
+  p.window_left = 1000;
+  equal("a window open on one side", SplitPlan(p).splits, 256);
+  p.window_right = 22;
+  equal("a window: what it may show", SplitPlan(p).splits, 1024 / 256);
+  p.window_left = 0;
+  p.window_right = 0;
+  equal("a window of one key", SplitPlan(p).splits, 1);
+  p.window_left = p.window_right = kUnbounded;
+  const int64_t borders[2] = {0, 2};
+  p.cu_seqlens_q = borders;
+  equal("packed", SplitPlan(p).splits, 1);
+  // Never more than an eighth of the keys' and values' own traffic, written and read.
+  for (int64_t rows = 1; rows <= 128; ++rows) {
+    for (int64_t s : {512, 1023, 4096, 100000, 1 << 22}) {
+      const AttentionParams one = sizes(1, rows, 1, 1, s, 128, 128);
+      const SplitPlan few(one);
+      const int64_t tile_rows = rows < 64 ? rows : 64;
+      equal("parts are light",
+            few.splits == 1 || 2 * few.splits * tile_rows * 128 * 4 * 8 <= 2 * s * 128 * 2 * 8,
+            true);
+    }
+  }
+}
+
 void pieces() {
   DeviceLimits device;
   device.grid_blocks = (int64_t{1} << 31) - 1;
@@ -206,6 +264,7 @@ int main() {
   grids();
   slots();
   bias_plans();
+  split_plans();
   pieces();
   shared_memory();
   offsets();

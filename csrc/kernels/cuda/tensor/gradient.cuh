@@ -125,7 +125,7 @@ AE_DEVICE PairGradient pair_gradient(const BackwardParams& p, const Head& head, 
                                      int64_t j) {
   PairGradient g{false, 0.0f, 0.0f};
   float product = 0.0f;
-  const float s = score_of<kType>(p, head, i, j, g.visible, product);
+  const float s = score_of<kType>(p, head, head.h, i, j, g.visible, product);
   if (!g.visible) return g;
   const Problem& problem = head.problem;
   const int64_t row = problem.q_begin + i;

@@ -27,6 +27,34 @@ struct Head {
 AE_DEVICE Head head_of(const AttentionParams& p, int64_t n, int64_t h) {
   return {p.problem(n), with_state(p.dropout, p.heads), h, h / p.group()};
 }
+
+// Where the query rows of a tile lie: row x is query i0 + query(x) of head head.h + head(x), and
+// `offset` elements behind the tile's first row in a tensor. Here: rows of one head.
+struct HeadRows {
+  static constexpr bool kGrouped = false;
+  AE_DEVICE int head(int) const { return 0; }
+  AE_DEVICE int query(int x) const { return x; }
+  AE_DEVICE int64_t offset(const View& view, int x) const { return x * view.stride[2]; }
+};
+// Rows of all heads of a group, which share their keys: its heads' queries one head after the other
+// are cut into tiles. Rows behind the last one stand for it; they are computed and not written.
+struct GroupRows {
+  static constexpr bool kGrouped = true;
+  int first, count;   // this tile's first row, and all rows of the group
+  int length, start;  // L, and the first query among this tile's rows, its i0
+
+  AE_DEVICE GroupRows(int first_row, int all, int queries, int tile)
+      : first(first_row), count(all), length(queries), start(0) {
+    const int last = (first + tile < count ? first + tile : count) - 1;
+    if (first / length == last / length) start = first % length;
+  }
+  AE_DEVICE int at(int x) const { return first + x < count ? first + x : count - 1; }
+  AE_DEVICE int head(int x) const { return at(x) / length; }
+  AE_DEVICE int query(int x) const { return at(x) % length - start; }
+  AE_DEVICE int64_t offset(const View& view, int x) const {
+    return head(x) * view.stride[1] + query(x) * view.stride[2];
+  }
+};
 // Whether something beside windows hides pairs.
 AE_DEVICE bool has_dense_mask(const AttentionParams& p) {
   return p.attn_mask.defined() || p.attn_bias.defined() || p.key_mask.defined();
@@ -87,11 +115,11 @@ AE_DEVICE int bytes_of(ScalarType type) {
 AE_DEVICE const char* origin(const View& view, int64_t b, int64_t h, int64_t i, int64_t j) {
   return view.data + view.offset(b, h, i, j) * bytes_of(view.type);
 }
-AE_DEVICE Dense dense_of(const AttentionParams& p, const Head& head, int64_t i0, int64_t j0) {
-  const Problem& problem = head.problem;
+AE_DEVICE Dense dense_of(const AttentionParams& p, const Problem& problem, int64_t h, int64_t i0,
+                         int64_t j0) {
   Dense d{nullptr, nullptr, nullptr};
-  if (p.attn_mask.defined()) d.mask = origin(p.attn_mask, problem.batch, head.h, i0, j0);
-  if (p.attn_bias.defined()) d.bias = origin(p.attn_bias, problem.batch, head.h, i0, j0);
+  if (p.attn_mask.defined()) d.mask = origin(p.attn_mask, problem.batch, h, i0, j0);
+  if (p.attn_bias.defined()) d.bias = origin(p.attn_bias, problem.batch, h, i0, j0);
   if (p.key_mask.defined()) {
     d.key_mask = origin(p.key_mask, problem.batch, 0, 0, problem.k_begin + j0);
   }
@@ -107,8 +135,10 @@ AE_DEVICE float load_value(const char* data, ScalarType type, int64_t at) {
 }
 
 // Whether pair (x, y), which the window shows, is visible; every other reason counts.
-AE_DEVICE bool unmasked(const AttentionParams& p, const Dense& d, int x, int y) {
-  if (d.mask != nullptr && d.mask[x * p.attn_mask.stride[2] + y * p.attn_mask.stride[3]] == 0) {
+template <class Rows = HeadRows>
+AE_DEVICE bool unmasked(const AttentionParams& p, const Dense& d, int x, int y,
+                        const Rows& rows = {}) {
+  if (d.mask != nullptr && d.mask[rows.offset(p.attn_mask, x) + y * p.attn_mask.stride[3]] == 0) {
     return false;
   }
   if (d.key_mask != nullptr) {
@@ -121,16 +151,16 @@ AE_DEVICE bool unmasked(const AttentionParams& p, const Dense& d, int x, int y) 
   }
   return d.bias == nullptr ||
          load_value(d.bias, p.attn_bias.type,
-                    x * p.attn_bias.stride[2] + y * p.attn_bias.stride[3]) != -kInfinity;
+                    rows.offset(p.attn_bias, x) + y * p.attn_bias.stride[3]) != -kInfinity;
 }
 
 // Visible pairs of one slice. `row` is where the slice's rows begin in the tile.
-template <bool kKeysDown, int kColumns>
+template <bool kKeysDown, int kColumns, class Rows = HeadRows>
 AE_DEVICE uint32_t visible_bits(const AttentionParams& p, const Head& head, int64_t i0, int64_t j0,
-                                int row) {
+                                int row, const Rows& rows = {}) {
   static_assert(kColumns <= 64);
   const Place at = place_of(p, head, i0, j0);
-  const Dense d = dense_of(p, head, i0, j0);
+  const Dense d = dense_of(p, head.problem, head.h, i0, j0);
   uint32_t bits = 0;
 #pragma unroll 1
   for (int n = 0; n < kColumns / 8; ++n) {
@@ -139,7 +169,7 @@ AE_DEVICE uint32_t visible_bits(const AttentionParams& p, const Head& head, int6
     for (int c = 0; c < 4; ++c) {
       const int down = row + fragment_row(0, c), across = fragment_column(n, c);
       const int x = kKeysDown ? across : down, y = kKeysDown ? down : across;
-      const bool on = at.inside(x, y) && unmasked(p, d, x, y);
+      const bool on = at.inside(rows.query(x), y) && unmasked(p, d, x, y, rows);
       four |= static_cast<uint32_t>(on) << c;
     }
     bits |= four << (4 * n);
@@ -153,9 +183,9 @@ AE_DEVICE float sum_of_biases(float b, float k) {
   const float sum = b + k;
   return is_finite(b) && is_finite(k) ? std::fmin(kMost, std::fmax(-kMost, sum)) : sum;
 }
-AE_DEVICE float alibi_slope(const AttentionParams& p, const Head& head) {
+AE_DEVICE float alibi_slope(const AttentionParams& p, const Head& head, int64_t h) {
   return static_cast<const float*>(
-      p.alibi_slopes)[head.problem.index * p.alibi_stride[0] + head.h * p.alibi_stride[1]];
+      p.alibi_slopes)[head.problem.index * p.alibi_stride[0] + h * p.alibi_stride[1]];
 }
 // softcap * tanh(s / softcap), with tanh(x) = (1 - t) / (1 + t), t = exp(-2 |x|): an absolute error
 // of 2^-21 softcap, far below what 16-bit factors leave of a score.
@@ -167,9 +197,9 @@ AE_DEVICE float capped(float s, float softcap, float inverse) {
 
 // Products of one slice become natural scores, in the contract's order: scale, softcap, ALiBi, bias
 // and key mask. One pass for each that a call has.
-template <bool kKeysDown, int kColumns>
+template <bool kKeysDown, int kColumns, class Rows = HeadRows>
 AE_DEVICE void adjust_scores(const AttentionParams& p, const Head& head, int64_t i0, int64_t j0,
-                             int row, float (&s)[kColumns / 8][4]) {
+                             int row, float (&s)[kColumns / 8][4], const Rows& rows = {}) {
   auto for_all = [&](auto&& change) {
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
@@ -189,36 +219,38 @@ AE_DEVICE void adjust_scores(const AttentionParams& p, const Head& head, int64_t
     for_all([&](float& x, int, int) { x *= scale; });
   }
   if (p.alibi_slopes != nullptr) {
-    const float slope = alibi_slope(p, head);
+    const float slope = alibi_slope(p, head, head.h);
     const float diagonal = static_cast<float>(i0 + head.problem.query_offset - j0);
     for_all([&](float& value, int x, int y) {
-      value -= std::fabs(diagonal + static_cast<float>(x - y)) * slope;
+      const float distance = std::fabs(diagonal + static_cast<float>(rows.query(x) - y));
+      value -= distance * (Rows::kGrouped ? alibi_slope(p, head, head.h + rows.head(x)) : slope);
     });
   }
   if (!p.attn_bias.defined() && !has_key_bias(p)) return;
   const Place at = place_of(p, head, i0, j0);
-  const Dense d = dense_of(p, head, i0, j0);
+  const Dense d = dense_of(p, head.problem, head.h, i0, j0);
   auto with_bias = [&](auto&& load) {
     if (has_key_bias(p)) {
       for_all([&](float& value, int x, int y) {
-        if (x >= at.nq || y >= at.nk) return;
+        if (rows.query(x) >= at.nq || y >= at.nk) return;
         const float k = load_value(d.key_mask, p.key_mask.type, y * p.key_mask.stride[3]);
         value += p.attn_bias.defined() ? sum_of_biases(load(x, y), k) : k;
       });
     } else {
       for_all([&](float& value, int x, int y) {
-        if (x < at.nq && y < at.nk) value += load(x, y);
+        if (rows.query(x) < at.nq && y < at.nk) value += load(x, y);
       });
     }
   };
   const int64_t down = p.attn_bias.stride[2], across = p.attn_bias.stride[3];
+  // Not rows.offset() for one head, too: it costs a register that ptxas does not have.
+  auto offset = [&](int x, int y) {
+    return (Rows::kGrouped ? rows.offset(p.attn_bias, x) : x * down) + y * across;
+  };
   if (p.attn_bias.type == ScalarType::kFloat32) {
-    with_bias([&](int x, int y) {
-      return reinterpret_cast<const float*>(d.bias)[x * down + y * across];
-    });
+    with_bias([&](int x, int y) { return reinterpret_cast<const float*>(d.bias)[offset(x, y)]; });
   } else {
-    with_bias(
-        [&](int x, int y) { return load_value(d.bias, p.attn_bias.type, x * down + y * across); });
+    with_bias([&](int x, int y) { return load_value(d.bias, p.attn_bias.type, offset(x, y)); });
   }
 }
 
@@ -233,8 +265,9 @@ AE_DEVICE void hide(float (&s)[kColumns / 8][4], uint32_t visible, float with) {
 
 // Dropout: kept pairs of one slice. Eight keys share a call of Philox; the lanes that need its bits
 // share it, too: each lane makes kColumns / 16 calls and hands out bytes.
-template <bool kKeysDown, int kColumns>
-AE_DEVICE uint32_t kept_bits(const Head& head, int64_t i0, int64_t j0, int row) {
+template <bool kKeysDown, int kColumns, class Rows = HeadRows>
+AE_DEVICE uint32_t kept_bits(const Head& head, int64_t i0, int64_t j0, int row,
+                             const Rows& rows = {}) {
   constexpr int kBlocks = kColumns / 8;
   const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   const DropoutParams& drop = head.dropout;
@@ -245,7 +278,8 @@ AE_DEVICE uint32_t kept_bits(const Head& head, int64_t i0, int64_t j0, int row) 
     for (int e = 0; e < 4 * kBlocks; ++e) {
       const int down = row + fragment_row(0, e & 3), across = fragment_column(e >> 2, e & 3);
       const int x = kKeysDown ? across : down, y = kKeysDown ? down : across;
-      bits |= static_cast<uint32_t>(keep(drop, b, head.h, i0 + x, j0 + y)) << e;
+      const int64_t h = head.h + rows.head(x), i = i0 + rows.query(x);
+      bits |= static_cast<uint32_t>(keep(drop, b, h, i, j0 + y)) << e;
     }
     return bits;
   }
@@ -271,9 +305,10 @@ AE_DEVICE uint32_t kept_bits(const Head& head, int64_t i0, int64_t j0, int row) 
     constexpr int kQuarter = kBlocks / 4;
 #pragma unroll 1
     for (int q = 0; q < 2 * kQuarter; ++q) {
-      const int64_t i = i0 + row + g + 8 * (q & 1);
+      const int x = row + g + 8 * (q & 1);
+      const int64_t h = head.h + rows.head(x), i = i0 + rows.query(x);
       const int64_t group = first / 8 + kQuarter * t + (q >> 1);
-      bytes |= keep_group(drop, b, head.h, i, group) << (8 * q);
+      bytes |= keep_group(drop, b, h, i, group) << (8 * q);
     }
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {

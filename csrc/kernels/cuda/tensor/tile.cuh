@@ -30,6 +30,8 @@ AE_DEVICE int swizzled(int row, int chunk) {
 struct GlobalRows {
   const Bits* data;
   int64_t stride;  // elements between rows
+
+  AE_DEVICE int64_t offset(int row) const { return row * stride; }
 };
 
 AE_DEVICE GlobalRows rows_of(const View& view, int64_t b, int64_t h, int64_t row) {
@@ -40,8 +42,8 @@ AE_DEVICE GlobalRows rows_of(const View& view, int64_t b, int64_t h, int64_t row
 // around them: a product may meet what lies there. All threads of the block take part; size % 8 ==
 // 0. A thread steps down the rows by a fixed number; few copies are unrolled, since the addresses
 // of all of them would be kept in registers through the loop over tiles.
-template <int kRows, int kSize>
-AE_DEVICE void copy_tile(Bits* tile, const GlobalRows& from, int64_t rows, int size) {
+template <int kRows, int kSize, class Rows>
+AE_DEVICE void copy_tile(Bits* tile, const Rows& from, int64_t rows, int size) {
   constexpr int kChunks = kSize / 8, kCopies = kRows * kChunks / kThreads;
   static_assert(kRows * kChunks % kThreads == 0);
 #pragma unroll 4
@@ -49,7 +51,7 @@ AE_DEVICE void copy_tile(Bits* tile, const GlobalRows& from, int64_t rows, int s
     const int index = n * kThreads + static_cast<int>(threadIdx.x);
     const int row = index / kChunks, chunk = index % kChunks;
     const bool take = row < rows && chunk * 8 < size;
-    const Bits* const source = from.data + (take ? row * from.stride + chunk * 8 : 0);
+    const Bits* const source = from.data + (take ? from.offset(row) + chunk * 8 : 0);
     ptx::copy_async(tile + row * kSize + swizzled<kSize>(row, chunk) * 8, source, take);
   }
 }

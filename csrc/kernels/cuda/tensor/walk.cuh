@@ -11,20 +11,32 @@ enum class TileKind : uint8_t { kHidden, kMixed, kVisible };
 
 constexpr int kChunk = 16;  // tiles classified together: their bias is still in L2 when it is used
 
+// Whether rows or keys are missing from a tile. Rows missing from a group's stand for the last one.
+template <int kRows, int kKeys, class Rows>
+AE_DEVICE bool tile_has_tail(int rows, int keys) {
+  return (!Rows::kGrouped && rows < kRows) || keys < kKeys;
+}
+
 // One warp: the kind of a kRows x kKeys tile, by looking at every pair until both sorts were seen.
-template <int kRows, int kKeys>
-AE_DEVICE TileKind classify_by_warp(const AttentionParams& p, const Head& head, const Place& at) {
+template <int kRows, int kKeys, class Rows>
+AE_DEVICE TileKind classify_by_warp(const AttentionParams& p, const Head& head, const Place& at,
+                                    const Rows& tile) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  const Dense d = dense_of(p, head, at.i0, at.j0);
-  const int rows = at.nq < kRows ? at.nq : kRows, keys = at.nk < kKeys ? at.nk : kKeys;
-  const bool window = rows - 1 + at.low > 0 || at.high < keys - 1;
+  const Dense d = dense_of(p, head.problem, head.h, at.i0, at.j0);
+  const int queries = at.nq < kRows ? at.nq : kRows, keys = at.nk < kKeys ? at.nk : kKeys;
+  const bool window = queries - 1 + at.low > 0 || at.high < keys - 1;
   // Rows that are alike need one look.
-  const bool alike = !window && (!p.attn_mask.defined() || p.attn_mask.stride[2] == 0) &&
-                     (!p.attn_bias.defined() || p.attn_bias.stride[2] == 0);
-  bool some = false, hidden = rows < kRows || keys < kKeys;
+  auto repeats = [&](const View& view) {
+    return !view.defined() || (view.stride[2] == 0 && (!Rows::kGrouped || view.stride[1] == 0));
+  };
+  const bool alike = !window && repeats(p.attn_mask) && repeats(p.attn_bias);
+  bool some = false, hidden = tile_has_tail<kRows, kKeys, Rows>(queries, keys);
+  int rows = queries;
+  if constexpr (Rows::kGrouped) rows = tile.count - tile.first;
+  rows = rows < kRows ? rows : kRows;
   for (int x = 0; x < (alike ? 1 : rows); ++x) {
     for (int y = lane; y < keys; y += 32) {
-      const bool on = at.inside(x, y) && unmasked(p, d, x, y);
+      const bool on = at.inside(tile.query(x), y) && unmasked(p, d, x, y, tile);
       some = some || on;
       hidden = hidden || !on;
     }
@@ -34,20 +46,20 @@ AE_DEVICE TileKind classify_by_warp(const AttentionParams& p, const Head& head, 
   return ptx::any(hidden) ? TileKind::kMixed : TileKind::kVisible;
 }
 
-template <int kRows, int kKeys>
+template <int kRows, int kKeys, class Rows>
 AE_DEVICE TileKind classify_by_window(const Place& at) {
   const int rows = at.nq < kRows ? at.nq : kRows, keys = at.nk < kKeys ? at.nk : kKeys;
   if (rows <= 0 || keys <= 0 || at.low > keys - 1 || rows - 1 + at.high < 0) {
     return TileKind::kHidden;
   }
-  const bool whole =
-      rows == kRows && keys == kKeys && rows - 1 + at.low <= 0 && at.high >= keys - 1;
+  const bool whole = !tile_has_tail<kRows, kKeys, Rows>(rows, keys) && rows - 1 + at.low <= 0 &&
+                     at.high >= keys - 1;
   return whole ? TileKind::kVisible : TileKind::kMixed;
 }
 
 // Walks over the visible tiles [begin, end) of one head, in order: key tiles of one query tile
 // (kOverKeys) or query tiles of one key tile. All threads of the block call next() together.
-template <bool kOverKeys, int kRows, int kKeys>
+template <bool kOverKeys, int kRows, int kKeys, class Rows = HeadRows>
 struct Walk {
   const AttentionParams& p;
   const Head* head;
@@ -55,12 +67,18 @@ struct Walk {
   int tile, end, chunk;  // 32 bits count tiles of 64
   TileKind* kinds;       // [kChunk], shared
   TileKind kind;
+  Rows layout;  // of the query rows
 
   static constexpr int kStep = kOverKeys ? kKeys : kRows;
 
   AE_DEVICE Walk(const AttentionParams& params, const Head& of_head, int64_t fixed_at,
-                 TileKind* shared_kinds)
-      : p(params), head(&of_head), fixed(fixed_at), kinds(shared_kinds), kind(TileKind::kHidden) {
+                 TileKind* shared_kinds, const Rows& rows = {})
+      : p(params),
+        head(&of_head),
+        fixed(fixed_at),
+        kinds(shared_kinds),
+        kind(TileKind::kHidden),
+        layout(rows) {
     restart(of_head);
   }
 
@@ -85,6 +103,15 @@ struct Walk {
     chunk = tile - kChunk;
   }
 
+  // Part n of `parts`: the tiles are shared out evenly.
+  AE_DEVICE void keep_part(int n, int parts) {
+    const int before = tile, count = end - tile - 1;
+    if (count <= 0) return;
+    tile = before + static_cast<int>(int64_t{count} * n / parts);
+    end = before + 1 + static_cast<int>(int64_t{count} * (n + 1) / parts);
+    chunk = tile - kChunk;
+  }
+
   AE_DEVICE int64_t position() const { return int64_t{tile} * kStep; }
   AE_DEVICE Place place(int64_t of_tile) const {
     return kOverKeys ? place_of(p, *head, fixed, of_tile * kStep)
@@ -98,7 +125,7 @@ struct Walk {
         if (tile >= chunk + kChunk) classify_chunk();
         kind = kinds[tile - chunk];
       } else {
-        kind = classify_by_window<kRows, kKeys>(place(tile));
+        kind = classify_by_window<kRows, kKeys, Rows>(place(tile));
       }
       if (kind != TileKind::kHidden) return true;
     }
@@ -113,8 +140,8 @@ struct Walk {
 #pragma unroll 1
     for (int n = warp; n < kChunk && chunk + n < end; n += kWarps) {
       const Place at = place(chunk + n);
-      TileKind found = classify_by_window<kRows, kKeys>(at);
-      if (found != TileKind::kHidden) found = classify_by_warp<kRows, kKeys>(p, *head, at);
+      TileKind found = classify_by_window<kRows, kKeys, Rows>(at);
+      if (found != TileKind::kHidden) found = classify_by_warp<kRows, kKeys>(p, *head, at, layout);
       if ((threadIdx.x & 31) == 0) kinds[n] = found;
     }
     __syncthreads();
