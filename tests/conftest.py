@@ -1,10 +1,13 @@
-"""What every test shares: equal seeds, the number of threads put back, no network, no old cache."""
+"""What every test shares: equal seeds, the number of threads put back, no network, no old cache;
+and the build's own modules (tools/), which tests of the build import."""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 import attention_ext  # noqa: F401  (a broken build fails here, once, with the loader's explanation)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 # Inductor's cache on disk knows nothing of our schemas: graphs of an older build would be reused.
 _inductor_cache = tempfile.TemporaryDirectory(prefix="inductor-")

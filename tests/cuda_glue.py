@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +21,6 @@ import torch
 from cuda_emulation import CSRC, CXX, NO_COMPILER, can_compile
 from cuda_emulation import build as build_kernels
 from tiers import ROOT, run_python
-
-sys.path.insert(0, str(ROOT / "tools"))
-import cuda_build  # noqa: F401  (for tests of the build's decision)
 
 STAND_INS = ROOT / "tests" / "cuda" / "glue"
 OBJECTS = ROOT / "build" / "ninja" / "common"

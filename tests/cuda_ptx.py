@@ -14,20 +14,26 @@ import ctypes
 import functools
 import hashlib
 import os
-import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from cuda_build import NVCC_FLAGS, CudaBuildError, find_nvcc, find_toolkit
 
-from cuda_emulation import CSRC, CXX, ROOT, SHIM, Call, Emulator, Library, can_compile
+from cuda_emulation import (
+    CSRC,
+    CXX,
+    NO_COMPILER,
+    ROOT,
+    SHIM,
+    Call,
+    Emulator,
+    Library,
+    can_compile,
+)
 from cuda_emulation import _run_two_at_a_time as run_two_at_a_time
-
-sys.path.insert(0, str(ROOT / "tools"))
-from cuda_build import NVCC_FLAGS
 
 CUDA = CSRC / "kernels" / "cuda"
 INTERPRETER = ROOT / "tests" / "cuda" / "ptx"
@@ -49,16 +55,19 @@ INTERPRETER_FLAGS = ["-O2", "-ffp-contract=off", "-frounding-math"]
 HOST_FLAGS = ["-O0", "-DAE_CUDA_SHIM", "-DAE_CUDA_PTX", "-x", "c++"]
 
 
-def nvcc() -> str | None:
-    """The compiler driver, if there is one."""
-    return shutil.which(os.environ.get("NVCC", "nvcc"))
+# The compiler driver that the build would take, or why there is none.
+NVCC: str | None
+try:
+    NVCC, NO_NVCC = find_nvcc(), "nvcc is there"
+except CudaBuildError as error:
+    NVCC, NO_NVCC = None, str(error)
 
 
-NO_NVCC = "no nvcc: the CUDA toolkit is not installed"
-
-
-def can_interpret() -> bool:
-    return nvcc() is not None and can_compile()
+def why_not() -> str:
+    """Why PTX cannot be interpreted here; empty if it can."""
+    if NVCC is None:
+        return NO_NVCC
+    return "" if can_compile() else NO_COMPILER
 
 
 def state_of(files: Iterable[Path], *words: str) -> str:
@@ -91,21 +100,20 @@ def compile_ptx(
     sources: Sequence[Path], arch: str = "80", csrc: Path = CSRC, more: Sequence[str] = ()
 ) -> list[Path]:
     """The PTX of .cu files, kept by the state of the sources."""
-    driver = nvcc()
-    assert driver is not None
+    assert NVCC is not None
     flags = [*NVCC_FLAGS, "-gencode", f"arch=compute_{arch},code=compute_{arch}", *more]
     folder = BUILD / state_of([*kernel_files(csrc), *sources], *flags)
     folder.mkdir(parents=True, exist_ok=True)
     names = ["_".join(source.parts[-3:]).replace(".cu", "") for source in sources]
     results = [folder / f"{name}.ptx" for name in names]
-    commands = [[driver, *flags, f"-I{csrc}", "-ptx", str(source)] for source in sources]
+    commands = [[NVCC, *flags, f"-I{csrc}", "-ptx", str(source)] for source in sources]
     _once(results, commands)
     return results
 
 
 def assemble(modules: Sequence[Path], arch: str = "80") -> list[tuple[Path, str]]:
     """(cubin, what ptxas -v said) of PTX files."""
-    ptxas = shutil.which("ptxas") or str(Path(os.path.realpath(nvcc() or "")).parent / "ptxas")
+    ptxas = str(find_toolkit().root / "bin" / "ptxas")
     results = [module.with_suffix(".cubin") for module in modules]
     commands = [[ptxas, f"-arch=sm_{arch}", "-O3", "-v", str(module)] for module in modules]
     _once(results, commands)

@@ -6,16 +6,14 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from compile_flags import TIER_FLAGS
 
 from tiers import machine_tiers
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-from compile_flags import TIER_FLAGS  # noqa: E402
 
 SOURCES = ["forward", "backward", "weights", "peak", "table"]
 SANITIZERS = {

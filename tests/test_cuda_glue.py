@@ -15,13 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import cuda_build
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attention_ext as ae
 from cases import CASES, PACKED_CASES, Case, PackedCase, assert_accurate, evaluate, raw, raw_packed
-from cuda_glue import compile_glue, cuda_build, run_emulated, sources, why_not
+from cuda_glue import compile_glue, run_emulated, sources, why_not
 from tables import expected
 
 FLOAT32, BFLOAT16, FLOAT64 = torch.float32, torch.bfloat16, torch.float64

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
-
-from cuda_emulation import CSRC, CXX, NO_COMPILER, ROOT, SHIM, can_compile
-
-sys.path.insert(0, str(ROOT / "tools"))
 from cuda_build import kernel_flags
 
-NVCC = shutil.which(os.environ.get("NVCC", "nvcc"))
+from cuda_emulation import CSRC, CXX, NO_COMPILER, ROOT, SHIM, can_compile
+from cuda_ptx import NO_NVCC, NVCC
+
 INSTANCES = sorted((CSRC / "kernels" / "cuda" / "simt" / "instances").glob("*.cu"))
 ARCHITECTURES = ("80", "90")
 
@@ -93,7 +89,7 @@ def kernels() -> list[Kernel]:
     return found
 
 
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc: the CUDA toolkit is not installed")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason=NO_NVCC)
 
 
 @needs_nvcc

@@ -23,16 +23,15 @@ from cases import CASES, Case, assert_accurate, case_named, evaluate, truth_and_
 from cuda_emulation import CSRC, ROOT, SHIM
 from cuda_ptx import (
     CUDA,
-    NO_NVCC,
     Device,
     Interpreter,
     build_interpreter,
-    can_interpret,
     compile_ptx,
     interpreter,
+    why_not,
 )
 
-pytestmark = pytest.mark.skipif(not can_interpret(), reason=NO_NVCC)
+pytestmark = pytest.mark.skipif(why_not() != "", reason=why_not())
 
 CONFORMANCE = ROOT / "tests" / "cuda" / "conformance"
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -18,6 +18,8 @@ from attention_ext import _build_info
 
 ROOT = Path(__file__).resolve().parent.parent
 TIER_VARIABLE = "ATTENTION_EXT_CPU_CAPABILITY"
+# What tests import beside the package; conftest.py has the same for pytest itself.
+OWN_PATHS = [ROOT / "tests", ROOT / "tools"]
 
 
 def machine_tiers() -> list[str]:
@@ -42,7 +44,7 @@ def run_python(
     timeout: float = 300.0,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a fresh interpreter that finds attention_ext in cwd and tests/ on its path.
+    """Runs `code` in a fresh interpreter that finds attention_ext in cwd, tests/ and tools/.
 
     Output is captured. With check=True a failure raises AssertionError that shows what it wrote.
     """
@@ -72,7 +74,7 @@ def _run(
     check: bool,
 ) -> subprocess.CompletedProcess[str]:
     full_env = {**os.environ, **(env or {})}
-    paths = [str(cwd), str(ROOT / "tests"), full_env.get("PYTHONPATH", "")]
+    paths = [str(cwd), *map(str, OWN_PATHS), full_env.get("PYTHONPATH", "")]
     full_env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if tier is not None:
         full_env[TIER_VARIABLE] = tier

@@ -1,70 +1,11 @@
 // Scalar arithmetic of PTX instructions on raw register bits.
-#include <cfenv>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
-#include "machine.h"
+#include "bits.h"
 
 namespace ptx {
 namespace {
-
-float f32(uint64_t bits) {
-  const uint32_t low = static_cast<uint32_t>(bits);
-  float x;
-  std::memcpy(&x, &low, 4);
-  return x;
-}
-uint64_t bits(float x) {
-  if (std::isnan(x)) return 0x7fffffff;  // PTX's canonical NaN
-  uint32_t low;
-  std::memcpy(&low, &x, 4);
-  return low;
-}
-double f64(uint64_t raw) {
-  double x;
-  std::memcpy(&x, &raw, 8);
-  return x;
-}
-uint64_t bits(double x) {
-  uint64_t raw;
-  std::memcpy(&raw, &x, 8);
-  return raw;
-}
-float flushed(float x, bool flush) {
-  return flush && std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
-}
-
-// Keeps the compiler from folding arithmetic over a change of the rounding mode.
-template <class F>
-auto rounded(Round round, F&& f) {
-  if (round == Round::kNearest) return f();
-  std::fesetround(round == Round::kDown ? FE_DOWNWARD
-                  : round == Round::kUp ? FE_UPWARD
-                                        : FE_TOWARDZERO);
-  volatile auto result = f();
-  std::fesetround(FE_TONEAREST);
-  return static_cast<decltype(f())>(result);
-}
-
-bool is_float(Type t) { return t == Type::kF32 || t == Type::kF64; }
-bool is_signed(Type t) {
-  return t == Type::kS8 || t == Type::kS16 || t == Type::kS32 || t == Type::kS64;
-}
-int width(Type t) { return bytes_of(t) * 8; }
-uint64_t cut(uint64_t x, Type t) {
-  const int n = width(t);
-  if (t == Type::kPred) return x & 1;
-  return n == 64 ? x : x & ((uint64_t{1} << n) - 1);
-}
-int64_t extend(uint64_t x, Type t) {
-  const int n = width(t);
-  return n == 64 ? static_cast<int64_t>(x) : static_cast<int64_t>(x << (64 - n)) >> (64 - n);
-}
-
-[[noreturn]] void unknown(const Instruction& i) {
-  throw Error("PTX line " + std::to_string(i.line) + ": not emulated: " + i.text);
-}
 
 template <class T>
 bool compare(Compare c, T a, T b) {
@@ -175,64 +116,6 @@ uint64_t float_operation(const Instruction& i, T a, T b, T c) {
   return bits(r);
 }
 
-uint64_t convert(const Instruction& i, uint64_t x) {
-  const Type to = i.type, from = i.from;
-  if (from == Type::kF16 || from == Type::kBF16) {
-    if (to != Type::kF32) unknown(i);
-    return bits(widen(static_cast<uint16_t>(x), from));
-  }
-  if (to == Type::kF16 || to == Type::kBF16) {
-    if (from != Type::kF32 || i.round != Round::kNearest) unknown(i);
-    uint16_t half;
-    round_half(f32(x), to, half);
-    return half;
-  }
-  if (is_float(from) && is_float(to)) {
-    const double value = from == Type::kF32 ? f32(x) : f64(x);
-    double r = value;
-    if (i.round == Round::kNearestInt) r = std::nearbyint(value);
-    if (i.round == Round::kZeroInt) r = std::trunc(value);
-    if (i.round == Round::kDownInt) r = std::floor(value);
-    if (i.round == Round::kUpInt) r = std::ceil(value);
-    if (i.round == Round::kZero || i.round == Round::kDown || i.round == Round::kUp) unknown(i);
-    if (i.saturate) r = r > 1 ? 1 : r > 0 ? r : 0;
-    return to == Type::kF64 ? bits(r) : bits(flushed(static_cast<float>(r), i.flush));
-  }
-  if (is_float(from)) {
-    double value = from == Type::kF32 ? f32(x) : f64(x);
-    if (i.round == Round::kNearestInt)
-      value = std::nearbyint(value);
-    else if (i.round == Round::kZeroInt)
-      value = std::trunc(value);
-    else if (i.round == Round::kDownInt)
-      value = std::floor(value);
-    else if (i.round == Round::kUpInt)
-      value = std::ceil(value);
-    else
-      unknown(i);
-    const int n = width(to);
-    const double low = is_signed(to) ? -std::ldexp(1.0, n - 1) : 0.0;
-    const double high = std::ldexp(1.0, is_signed(to) ? n - 1 : n);
-    if (std::isnan(value)) return 0;
-    if (value < low) value = low;
-    if (value >= high) return cut(is_signed(to) ? (uint64_t{1} << (n - 1)) - 1 : ~uint64_t{0}, to);
-    return cut(is_signed(to) ? static_cast<uint64_t>(static_cast<int64_t>(value))
-                             : static_cast<uint64_t>(value),
-               to);
-  }
-  if (is_float(to)) {
-    if (i.round != Round::kNearest) unknown(i);
-    if (to == Type::kF32) {
-      return bits(is_signed(from) ? static_cast<float>(extend(x, from))
-                                  : static_cast<float>(cut(x, from)));
-    }
-    return bits(is_signed(from) ? static_cast<double>(extend(x, from))
-                                : static_cast<double>(cut(x, from)));
-  }
-  if (i.saturate) unknown(i);
-  return cut(is_signed(from) ? static_cast<uint64_t>(extend(x, from)) : cut(x, from), to);
-}
-
 uint64_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = a | static_cast<uint64_t>(b) << 32;
   uint32_t r = 0;
@@ -246,47 +129,6 @@ uint64_t permute(uint32_t a, uint32_t b, uint32_t selector) {
 }
 
 }  // namespace
-
-float widen(uint16_t raw, Type type) {
-  if (type == Type::kBF16) return f32(static_cast<uint64_t>(raw) << 16);
-  const int exponent = raw >> 10 & 0x1f, fraction = raw & 0x3ff;
-  float x = exponent == 0    ? std::ldexp(static_cast<float>(fraction), -24)
-            : exponent == 31 ? (fraction != 0 ? std::numeric_limits<float>::quiet_NaN()
-                                              : std::numeric_limits<float>::infinity())
-                             : std::ldexp(static_cast<float>(fraction | 0x400), exponent - 25);
-  return raw & 0x8000 ? -x : x;
-}
-
-float round_half(float x, Type type, uint16_t& half) {
-  const uint32_t u = static_cast<uint32_t>(bits(x));
-  if (std::isnan(x)) {
-    half = 0x7fff;
-  } else if (type == Type::kBF16) {
-    half = static_cast<uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16);
-  } else {
-    const uint16_t sign = static_cast<uint16_t>(u >> 16 & 0x8000);
-    const float size = std::fabs(x);
-    if (size == 0.0f) {
-      half = sign;
-    } else if (size >= 65520.0f) {
-      half = static_cast<uint16_t>(sign | 0x7c00);
-    } else {
-      int exponent;
-      std::frexp(size, &exponent);  // size < 2^exponent
-      const int step = std::max(exponent - 11, -24);
-      const float scaled = std::nearbyint(std::ldexp(size, -step));  // nearest even
-      const int n = static_cast<int>(scaled);
-      if (step == -24) {
-        half = static_cast<uint16_t>(sign | n);  // subnormal, or carried into the smallest normal
-      } else {
-        const int carried = n == 2048 ? 1 : 0;
-        half =
-            static_cast<uint16_t>(sign | ((step + 25 + carried) << 10) | (carried ? 0 : n - 1024));
-      }
-    }
-  }
-  return widen(half, type);
-}
 
 uint64_t evaluate(const Instruction& i, const uint64_t* x, int count) {
   const Type t = i.type;

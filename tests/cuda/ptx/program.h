@@ -1,5 +1,5 @@
-// PTX text as a program: functions of decoded instructions. Parsed by parse.cpp, run by run.cpp.
-// What is not known raises an error that names it; nothing is skipped.
+// PTX text as a program: functions of decoded instructions. Parsed by parse.cpp, run by
+// machine.cpp. What is not known raises an error that names it; nothing is skipped.
 #pragma once
 
 #include <array>
