@@ -1,8 +1,8 @@
 """Builds one extension, attention_ext/_C.abi3.so, with ninja.
 
-Kinds of source, each with its flags: tier files (kernels compiled once per instruction set), the
-other kernel files (torch-free: they don't even get torch's include path), CUDA kernels (nvcc), and
-glue. Whether CUDA is built is decided in tools/cuda_build.py; the reason is printed.
+tools/compile_flags.py sorts the sources: tier files (kernels compiled once per instruction set),
+the other kernel files (torch-free: they don't even get torch's include path), glue, the C++ API.
+CUDA kernels go to nvcc; whether CUDA is built is decided in tools/cuda_build.py, and printed.
 Environment: MAX_JOBS (parallel compilations), CXX, and what tools/cuda_build.py names.
 """
 
@@ -27,17 +27,11 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 import cuda_build  # noqa: E402
 from build_backend import DEFAULT_TORCH, add_torch_to_path  # noqa: E402
-from compile_flags import KERNEL_FLAGS, TIER_FLAGS  # noqa: E402
+from compile_flags import CSRC, TIER_FLAGS, groups  # noqa: E402
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's, not needed here
 
-CSRC = ROOT / "csrc"
 NINJA_DIR = ROOT / "build" / "ninja"
-
-COMMON_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{CSRC}"]
-GLUE_FLAGS = ["-O2", "-fopenmp"]  # without -fopenmp at::parallel_for silently runs on one thread
-
-TIER_MACROS = [f"-DATTENTION_EXT_HAVE_{tier.upper()}" for tier in TIER_FLAGS if tier != "baseline"]
 
 NO_TORCH = f"""the extension is compiled against the torch it will run with, and there is none here.
 Install one first, then repeat the command:
@@ -208,11 +202,7 @@ class NinjaBuild(build_ext):
             include_dir_of("nlohmann_json"),
             python_include(),
         ]
-        common = [*COMMON_FLAGS, *TIER_MACROS, f'-DATTENTION_EXT_COMPILER="{compiler}"']
-        kernel = [*common, *KERNEL_FLAGS]
-        glue = [
-            *common,
-            *GLUE_FLAGS,
+        for_torch = [
             f'-DATTENTION_EXT_TORCH_VERSION="{torch.__version__}"',
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(word for include in glue_includes for word in ("-isystem", include)),
@@ -244,20 +234,14 @@ class NinjaBuild(build_ext):
             lines.append(f"build {ninja_escape(target)}: {rule} {ninja_escape(str(source))}")
             lines.append("  flags = " + shlex.join(flags).replace("$", "$$"))
 
-        for source in sorted(CSRC.rglob("*.cpp")):
-            folder = source.parent.relative_to(CSRC).as_posix()
-            of_cuda = folder.startswith(("cuda", "kernels/cuda"))
-            if (of_cuda or source.name == "register_cuda.cpp") and not toolkit:
+        for group in groups(for_all=[f'-DATTENTION_EXT_COMPILER="{compiler}"']):
+            if group.cuda and not toolkit:
                 continue
-            if folder == "kernels/cpu/tiers":
-                for tier, tier_flags in TIER_FLAGS.items():
-                    compile_one(
-                        source, f".{tier}", [*kernel, *tier_flags, f"-DATTENTION_EXT_TIER={tier}"]
-                    )
-            elif folder.startswith("kernels"):
-                compile_one(source, "", kernel)
-            else:
-                compile_one(source, "", [*glue, *cuda_includes] if of_cuda else glue)
+            flags = group.flags
+            if group.torch:
+                flags = [*flags, *for_torch, *(cuda_includes if group.cuda else [])]
+            for source in group.sources:
+                compile_one(source, group.suffix, flags)
         for source in sorted(CSRC.rglob("*.cu")) if toolkit else []:
             compile_one(source, "", cuda_build.nvcc_flags(source, cxx[0], CSRC), rule="cuda")
 
@@ -272,6 +256,7 @@ class NinjaBuild(build_ext):
             *(cuda_build.link_flags(toolkit) if toolkit else []),
             *openmp_link_flags(torch_root),
             *("-Wl,-z,defs", "-Wl,-rpath,$ORIGIN/../torch/lib"),
+            "-Wl,-soname,_C.abi3.so",  # what C++ programs that link this file shall look for
         ]
         lines.append(f"build _C.abi3.so: link {' '.join(map(ninja_escape, objects))}")
         lines.append("  flags = " + shlex.join(link).replace("$", "$$"))
