@@ -299,6 +299,8 @@ def small_tree(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "csrc/module.cpp", tree / "csrc")
     for name in ("__init__.py", "py.typed"):
         shutil.copy(ROOT / "attention_ext" / name, tree / "attention_ext")
+    for name in ("include", "share"):
+        shutil.copytree(ROOT / "attention_ext" / name, tree / "attention_ext" / name)
     (tree / "csrc/kernels/probe.h").write_text("inline int probe() { return 1; }\n")
     (tree / "csrc/kernels/cpu/tiers/probe.cpp").write_text(
         '#include "kernels/probe.h"\n'
@@ -393,6 +395,8 @@ def test_a_wheel_serves_every_python_and_pins_the_torch_it_was_built_for(small_t
         metadata = next(name for name in names if name.endswith("/METADATA"))
         requires = re.findall(r"^Requires-Dist: (torch.*)$", archive.read(metadata).decode(), re.M)
     files = {"_C.abi3.so", "_build_info.py", "__init__.py", "py.typed"}
+    files |= {"include/attention_ext/attention.h", "include/attention_ext/nn.h"}
+    files |= {"share/cmake/attention_ext/attention_ext-config.cmake"}
     assert {f"attention_ext/{name}" for name in files} <= names
     assert requires == [f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"]
 
@@ -407,4 +411,5 @@ def test_a_source_archive_holds_the_cpp_and_no_binary(small_tree: Path) -> None:
     relative = {name.split("/", 1)[1] for name in names}
     assert {"csrc/module.cpp", "csrc/kernels/probe.h", "tools/build_backend.py"} <= relative
     assert {"attention_ext/py.typed", "setup.py", "LICENSE"} <= relative
+    assert "attention_ext/include/attention_ext/nn.h" in relative
     assert [n for n in relative if n.endswith((".so", ".o", "_build_info.py"))] == []

@@ -1,6 +1,8 @@
 // The typed C++ entry points: straight to the dispatcher.
 #include "ops/attention.h"
 
+#include <torch/library.h>
+
 #include "ops/signature.h"
 
 namespace attention_ext {
@@ -35,6 +37,33 @@ Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Ten
                                    std::array<bool, 4> wanted) {
   return AttentionWeightsBackwardOp::call(grad_weights, query, key, options, logsumexp,
                                           logsumexp_residual, wanted, average_heads);
+}
+
+namespace {
+
+using Tensor3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+struct WithoutOutputResidual : Signature<WithoutOutputResidual, Tensor3,
+                                         Types<TensorArg, TensorArg, TensorArg>, Types<>, Types<>> {
+  static Tensor3 attention(TensorArg query, TensorArg key, TensorArg value,
+                           const AttentionOptions& options) {
+    auto [output, logsumexp, residual, _] = AttentionOp::call(query, key, value, options);
+    return {std::move(output), std::move(logsumexp), std::move(residual)};
+  }
+};
+
+constexpr const char* kName = "_attention_without_output_residual";
+
+}  // namespace
+
+// On every device this one calls attention, and autograd sees that call: a kernel of its own above
+// would hide it from tracing.
+TORCH_LIBRARY_IMPL(attention_ext, CompositeExplicitAutograd, m) {
+  m.impl(kName, WithoutOutputResidual::unboxed<WithoutOutputResidual::attention>);
+}
+
+TORCH_LIBRARY_IMPL(attention_ext, Autograd, m) {
+  m.impl(kName, torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace attention_ext

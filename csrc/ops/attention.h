@@ -1,7 +1,7 @@
-// The op family as C++ sees it: the options struct that travels from the schema to the kernels, and
-// typed entry points that go through the dispatcher (autograd, autocast, vmap, CPU or CUDA), so a
-// C++ program calls them like at:: functions. Every layer of this library includes this file; it
-// includes ATen only.
+// The op family as this library sees it: the options struct that travels from the schema to the
+// kernels, and typed entry points that go through the dispatcher (autograd, autocast, vmap, CPU or
+// CUDA). Every layer includes this file; it includes ATen only. C++ programs have
+// attention_ext/include/attention_ext/attention.h.
 //
 // Letters: B batch (any number of leading dimensions, or none), H query heads, Hkv key/value heads,
 // L query length, S key length, E query/key size, Ev value size.
@@ -47,33 +47,30 @@ using Tensor5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::T
 // logsumexp_residual, the part of logsumexp that its rounding lost, of the same shape and dtype
 // (float32, float64 for float64); and output_residual, the same for output, undefined where its
 // rounding is that of the sums themselves (float32, float64).
-C10_EXPORT Tensor4 attention(const at::Tensor& query, const at::Tensor& key,
-                             const at::Tensor& value, const AttentionOptions& options = {});
+Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                  const AttentionOptions& options);
 
 // Gradients of query, key, value, attn_bias and sinks; an undefined tensor for each that is not
 // wanted. A missing incoming gradient counts as zero, a missing output_residual as none lost.
-C10_EXPORT Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
-                                      const std::optional<at::Tensor>& grad_logsumexp,
-                                      const at::Tensor& query, const at::Tensor& key,
-                                      const at::Tensor& value, const AttentionOptions& options,
-                                      const at::Tensor& output, const at::Tensor& logsumexp,
-                                      const at::Tensor& logsumexp_residual,
-                                      const std::optional<at::Tensor>& output_residual,
-                                      std::array<bool, 5> wanted);
+Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
+                           const std::optional<at::Tensor>& grad_logsumexp, const at::Tensor& query,
+                           const at::Tensor& key, const at::Tensor& value,
+                           const AttentionOptions& options, const at::Tensor& output,
+                           const at::Tensor& logsumexp, const at::Tensor& logsumexp_residual,
+                           const std::optional<at::Tensor>& output_residual,
+                           std::array<bool, 5> wanted);
 
 // The weights after dropout, (B, H, L, S), or their mean over the heads, (B, L, S); contiguous, in
 // the query's dtype. options.sinks has no effect of its own: it is inside logsumexp.
-C10_EXPORT at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
-                                        const AttentionOptions& options,
-                                        const at::Tensor& logsumexp,
-                                        const at::Tensor& logsumexp_residual, bool average_heads);
+at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
+                             const AttentionOptions& options, const at::Tensor& logsumexp,
+                             const at::Tensor& logsumexp_residual, bool average_heads);
 
 // Gradients of query, key, attn_bias and logsumexp, which is an input of its own here.
-C10_EXPORT Tensor4 attention_weights_backward(const at::Tensor& grad_weights,
-                                              const at::Tensor& query, const at::Tensor& key,
-                                              const AttentionOptions& options,
-                                              const at::Tensor& logsumexp,
-                                              const at::Tensor& logsumexp_residual,
-                                              bool average_heads, std::array<bool, 4> wanted);
+Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
+                                   const at::Tensor& key, const AttentionOptions& options,
+                                   const at::Tensor& logsumexp,
+                                   const at::Tensor& logsumexp_residual, bool average_heads,
+                                   std::array<bool, 4> wanted);
 
 }  // namespace attention_ext

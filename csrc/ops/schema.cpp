@@ -28,6 +28,10 @@ TORCH_LIBRARY(attention_ext, m) {
   define("attention(Tensor query, Tensor key, Tensor value, " + kTensors + ", " + kScalars +
          ") -> (Tensor output, Tensor logsumexp, Tensor logsumexp_residual, "
          "Tensor output_residual)");
+  // AOTInductor's packages cannot say that an output is undefined, as output_residual is for
+  // float32.
+  define("_attention_without_output_residual(Tensor query, Tensor key, Tensor value, " + kTensors +
+         ", " + kScalars + ") -> (Tensor output, Tensor logsumexp, Tensor logsumexp_residual)");
   define(
       "attention_backward(Tensor? grad_output, Tensor? grad_logsumexp, Tensor query, Tensor key, "
       "Tensor value, " +
