@@ -23,6 +23,7 @@ def make_module() -> ae.MultiheadAttention:
 
 def prepare(folder: Path) -> None:
     """Write weights.pt and batch.pt: tensors in plain dicts, which C++ can read."""
+    folder.mkdir(parents=True, exist_ok=True)
     module = make_module()
     torch.save(dict(module.state_dict()), folder / "weights.pt")
     torch.manual_seed(2)
