@@ -142,7 +142,8 @@ def tile_instructions(kernel: Kernel) -> tuple[int, int]:
     if kernel.kind == "join":
         return 0, 0
     if kernel.kind in ("forward", "split"):
-        slices, inner = (2 if size == 64 and not kernel.general else 1), 64
+        slices = 2 if size <= 128 and not kernel.general else 1
+        inner = 32 if size == 128 and not kernel.general else 64
         resident = size <= 128 and slices == 1
         products = [(size, inner, 0 if resident else slices), (inner, size, 0)]
         once = size // 16 * slices if resident else 0  # the query operand, loaded once

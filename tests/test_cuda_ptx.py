@@ -143,11 +143,13 @@ def test_float16_gradients_do_not_overflow(device: Device) -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.bfloat16, 64), (torch.float16, 64), (torch.float16, 128)], ids=str
+)
 def test_hidden_keys_and_dead_rows_are_not_felt(
-    poison: float, dtype: torch.dtype, device: Device
+    poison: float, dtype: torch.dtype, size: int, device: Device
 ) -> None:
-    case = Case("hidden", 70, 130, 64, batch=(1,), kv_heads=1, mask="11LS", sinks=True)
+    case = Case("hidden", 70, 130, size, batch=(1,), kv_heads=1, mask="11LS", sinks=True)
     args, kwargs = case.make(dtype, requires_grad=True)
     kwargs["attn_mask"][..., 5] = False
     kwargs["attn_mask"][..., 100] = False

@@ -1,7 +1,7 @@
 """The tensor-core kernels' own source on the host, through the SIMT shim: a wide table of cases.
 
 test_cuda_ptx.py runs few of them as nvcc compiled them; here are all that cases.py has and tensor
-cores take, with heads of 64, 128 and odd multiples of 8, against float64.
+cores take, with heads of 64, 128, 256 and odd multiples of 8 below, against float64.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def fitting(size: int, value_size: int) -> list[Case]:
     ]
 
 
-NARROW, WIDE = fitting(64, 40), fitting(128, 144)
+NARROW, MIDDLE, WIDE = fitting(64, 40), fitting(72, 104), fitting(128, 144)
 TABLE = [
     *((case, (torch.bfloat16, torch.float16)[n % 2]) for n, case in enumerate(NARROW)),
+    *((case, (torch.float16, torch.bfloat16)[n % 2]) for n, case in enumerate(MIDDLE[1::3])),
     *((case, (torch.float16, torch.bfloat16)[n % 2]) for n, case in enumerate(WIDE[::3])),
 ]
 

@@ -29,9 +29,13 @@ template <int kSize, bool kGeneral>
 struct ForwardShape {
   static constexpr int kColumns = kSize;
   static constexpr bool kTakesAll = kGeneral;
-  static constexpr int kSlices = kSize <= 64 && !kGeneral ? 2 : 1;
+  // 32 rows a warp halve the reading of K and V from shared memory; 128 columns leave registers for
+  // them with 32 keys, and with few copies under way in the code.
+  static constexpr int kSlices = kSize <= 128 && !kGeneral ? 2 : 1;
   static constexpr int kRows = 16 * kWarps * kSlices;
-  static constexpr int kKeys = 64;
+  static constexpr bool kTight = kSize == 128 && kSlices == 2;
+  static constexpr int kKeys = kTight ? 32 : 64;
+  static constexpr int kUnrolledCopies = kTight ? 2 : 4;
   static constexpr int kTileRows = kRows + 2 * kKeys;  // of Q, K and V together
   static constexpr bool kResident = kSize <= 128 && kSlices == 1;
   static constexpr int kSharedMemory = kTileRows * kSize * 2 + static_cast<int>(sizeof(BlockState));
@@ -138,8 +142,9 @@ AE_DEVICE bool attend(const AttentionParams& p, const Head& head, int64_t i0, co
   int64_t visited = 0;
   bool more = walk.next();
   auto copy = [&](Bits* to, const View& from, int64_t j0, int64_t size) {
-    copy_tile<kKeys, kSize>(to, rows_of(from, problem.batch, head.kv_head, problem.k_begin + j0),
-                            problem.k_length - j0, static_cast<int>(size));
+    copy_tile<kKeys, kSize, Shape::kUnrolledCopies>(
+        to, rows_of(from, problem.batch, head.kv_head, problem.k_begin + j0), problem.k_length - j0,
+        static_cast<int>(size));
     ptx::commit_copies();
   };
   using Left = std::conditional_t<Shape::kResident, RegisterLeft<kSize, kSlices>,
@@ -148,7 +153,8 @@ AE_DEVICE bool attend(const AttentionParams& p, const Head& head, int64_t i0, co
   if (more) {
     const QueryRows<Rows> from{p.query.at<Bits>(problem.batch, head.h, problem.q_begin + i0, 0),
                                p.query, layout};
-    copy_tile<kRows, kSize>(query, from, query_rows, static_cast<int>(p.qk_size));
+    copy_tile<kRows, kSize, Shape::kUnrolledCopies>(query, from, query_rows,
+                                                    static_cast<int>(p.qk_size));
     copy(key, p.key, walk.position(), p.qk_size);
   }
   bool first = true;

@@ -42,11 +42,11 @@ AE_DEVICE GlobalRows rows_of(const View& view, int64_t b, int64_t h, int64_t row
 // around them: a product may meet what lies there. All threads of the block take part; size % 8 ==
 // 0. A thread steps down the rows by a fixed number; few copies are unrolled, since the addresses
 // of all of them would be kept in registers through the loop over tiles.
-template <int kRows, int kSize, class Rows>
+template <int kRows, int kSize, int kUnrolled = 4, class Rows>
 AE_DEVICE void copy_tile(Bits* tile, const Rows& from, int64_t rows, int size) {
   constexpr int kChunks = kSize / 8, kCopies = kRows * kChunks / kThreads;
   static_assert(kRows * kChunks % kThreads == 0);
-#pragma unroll 4
+#pragma unroll kUnrolled
   for (int n = 0; n < kCopies; ++n) {
     const int index = n * kThreads + static_cast<int>(threadIdx.x);
     const int row = index / kChunks, chunk = index % kChunks;
