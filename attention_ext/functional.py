@@ -43,10 +43,14 @@ def attention(
     r"""Fused masked attention, differentiable in query, key, value, attn_bias and sinks.
 
     .. math::
-        s_{ij} = \text{softcap}(\text{scale} \cdot q_i \cdot k_j) - \text{slope} \cdot |i +
-        \text{query\_offset} - j| + \text{bias}_{ij}, \qquad
+        s_{ij} = \text{softcap}(\text{scale} \cdot q_i \cdot k_j) - \text{slope} \cdot |i + o - j| +
+        \text{bias}_{ij}
+
+    .. math::
         \text{out}_i = \sum_{j\ \text{visible}} \frac{\exp(s_{ij})}{\sum_{j'} \exp(s_{ij'}) +
         \exp(\text{sink})}\, v_j
+
+    where o is ``query_offset`` and the sum below the line runs over visible keys, too.
 
     A query row that sees no key gives zeros, and sends zero gradients. Nothing of a hidden key, NaN
     included, reaches a row that does not see it.
