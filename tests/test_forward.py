@@ -270,6 +270,16 @@ def test_visible_nan_comes_out(dtype: torch.dtype, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("bits", [0x7FC00001, 0x7FFFFFFF, 0x7F800001, -1], ids=hex)
+def test_nan_of_any_bits_comes_out(bits: int, rows: int) -> None:
+    (q, k, v), _ = Case("nan", rows, 130, 16).make(torch.float32)
+    k[0, 0, 100, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    out = ae.attention(q, k, v)
+    assert out[0, 0].isnan().all()
+    assert not out[0, 1].isnan().any()
+
+
+@pytest.mark.parametrize("rows", [1, 70])
 def test_infinite_scores_become_nan(rows: int) -> None:
     (q, k, v), _ = Case("infinite", rows, 130, 8).make(torch.float32)
     bias = torch.zeros(rows, 130)

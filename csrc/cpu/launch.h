@@ -37,6 +37,8 @@ void run_items(int64_t items, int64_t scratch_bytes, double work, F&& kernel) {
   if (items == 0) return;
   kernels::WorkQueue queue;
   queue.count = items;
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), items);
+  queue.takers = threads;
   auto body = [&] {
     try {
       const at::DataPtr scratch =
@@ -47,7 +49,6 @@ void run_items(int64_t items, int64_t scratch_bytes, double work, F&& kernel) {
       throw;
     }
   };
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), items);
   if (threads == 1 || work < kSerialWork || at::in_parallel_region() || in_forked_child()) {
     return body();
   }

@@ -159,6 +159,26 @@ struct WorkQueue {
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   int64_t count = 0;
+  int64_t takers = 1;
+
+  // Calls f(item) until all are taken. Neighbours read the same or adjacent rows, so a thread takes
+  // several, the fewer the fewer are left: short heads one by one made each thread's prefetcher
+  // fetch the other's rows.
+  template <class F>
+  void for_each(F&& f) {
+    for (int64_t first = next.load(); first < count;) {
+      const int64_t share = (count - first) / (4 * takers);
+      const int64_t end = first + (share > 1 ? share : 1);
+      if (!next.compare_exchange_weak(first, end)) continue;
+      for (; first < end; ++first) f(first);
+      first = next.load();
+    }
+  }
+  // The same, one by one: for items that wait for those before them.
+  template <class F>
+  void for_each_in_turn(F&& f) {
+    for (int64_t item; (item = next.fetch_add(1)) < count;) f(item);
+  }
 };
 
 }  // namespace attention_ext::kernels

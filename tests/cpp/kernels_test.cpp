@@ -3,6 +3,7 @@
 // also says which tier (ATTENTION_EXT_TIER).
 #include "kernels/cpu/kernels.h"
 
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -31,6 +32,7 @@ void on_threads(int64_t items, int64_t scratch_bytes,
                 const std::function<void(WorkQueue&, void*)>& run) {
   WorkQueue queue;
   queue.count = items;
+  queue.takers = kThreads;
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&] {
@@ -244,6 +246,42 @@ void check_math(const std::string& type) {
   ++failures;
 }
 
+// Minus infinity, and NaN with any payload: the bits of 2^n must not be added to one.
+template <class T>
+void check_special_exp(const std::string& type) {
+  namespace tier = attention_ext::kernels::ATTENTION_EXT_TIER;
+  auto exps = [](T t) {
+    const auto x = tier::broadcast(t);
+    return std::pair{T(tier::exp_bounded<T>(x)[0]), T(tier::exp_vector<T>(x)[0])};
+  };
+  bool right = exps(-std::numeric_limits<T>::infinity()) == std::pair{T(0), T(0)} &&
+               exps(T(-3e38)) == std::pair{T(0), T(0)} && exps(T(0)) == std::pair{T(1), T(1)};
+  for (const int payload : {0, 1, 2, 255, 511}) {
+    const auto [bounded, any] = exps(std::nan(std::to_string(payload).c_str()));
+    right &= std::isnan(bounded) && std::isnan(any);
+    using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+    const Bits bits = std::bit_cast<Bits>(std::numeric_limits<T>::quiet_NaN()) + payload;
+    right &= std::isnan(exps(std::bit_cast<T>(bits)).first);
+  }
+  if (right) return;
+  std::printf("%s: exp of infinities and NaN\n", type.c_str());
+  ++failures;
+}
+
+// Every item once, in runs that get shorter; a queue without items gives none.
+void check_queue() {
+  for (const int64_t items : {0, 1, 7, 1000}) {
+    std::vector<std::atomic<int>> taken(items);
+    for (auto& count : taken) count = 0;
+    on_threads(items, 0, [&](WorkQueue& queue, void*) {
+      queue.for_each([&](int64_t item) { ++taken[item]; });
+    });
+    if (std::all_of(taken.begin(), taken.end(), [](const auto& n) { return n == 1; })) continue;
+    std::printf("items of a queue of %ld are not taken once each\n", long{items});
+    ++failures;
+  }
+}
+
 template <class T>
 void check_all(const char* type) {
   const Shape odd{2, 2, 1, 101, 203, 19, 23}, tiny{1, 1, 1, 1, 1, 1, 1},
@@ -252,6 +290,7 @@ void check_all(const char* type) {
       short_query{1, 2, 2, 20, 1100, 8, 8};
   const std::string t = type;
   check_math<T>(t);
+  check_special_exp<T>(t);
   for (const Shape& s : {odd, tiny, blocks, decode, many_heads, short_query}) {
     const std::string at = t + " L" + std::to_string(s.rows) + " S" + std::to_string(s.keys) + " ";
     check<T>(at + "plain", s, {});
@@ -288,6 +327,7 @@ void check_scratch() {
 
 int main() {
   check_scratch();
+  check_queue();
   check_all<float>("float");
   check_all<double>("double");
   std::printf("%d failures in tier %s\n", failures, kernels().name);

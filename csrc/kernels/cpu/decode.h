@@ -176,13 +176,13 @@ struct Decode {
     const T base = maximum == -kInfinity<T> ? T{0} : maximum;
     Vec<T> sum{};
     for (int64_t y = 0; y < end; y += W) {
-      const Vec<T> prob = exp_vector<T>(load(line + y) - base);
+      const Vec<T> prob = exp_bounded<T>(load(line + y) - base);
       store(line + y, prob);
       sum += prob;
     }
     T total{};
     for (int lane = 0; lane < W; ++lane) total += sum[lane];
-    const T shrink = exp_vector<T>(broadcast(one.maximum[x] - base))[0];
+    const T shrink = exp_bounded<T>(broadcast(one.maximum[x] - base))[0];
     one.maximum[x] = maximum;
     one.sum[x] = one.sum[x] * shrink + total;
     return shrink;

@@ -25,8 +25,8 @@ void finish_statistics(const AttentionParams& p, const Problem& problem, int64_t
     if (p.sinks != nullptr) {
       const Vec<T> most = max(m, broadcast(sink));
       const Vec<T> base = select(equal(most, broadcast(-kInfinity<T>)), Vec<T>{}, most);
-      weight = exp_vector<T>(m - base);
-      l = fma(l, weight, exp_vector<T>(broadcast(sink) - base));
+      weight = exp_bounded<T>(m - base);
+      l = fma(l, weight, exp_bounded<T>(broadcast(sink) - base));
       m = most;
     }
     const Vec<T> log_sum = log_vector<T>(l);
@@ -122,7 +122,7 @@ void join_splits(const AttentionParams& p, const Problem& problem, int64_t h, vo
   const int64_t splits = forward_splits(p), head = problem.index * p.heads + h;
   auto shrink = [&](int64_t split, int64_t i) {  // weight of a split's sums in row i
     const T most = part.maximum[i] == -kInfinity<T> ? T{0} : part.maximum[i];
-    return exp_vector<T>(broadcast(SplitResult<T>(buffer, p, head, split).maximum[i] - most))[0];
+    return exp_bounded<T>(broadcast(SplitResult<T>(buffer, p, head, split).maximum[i] - most))[0];
   };
   part.clear(0);
   for (int64_t i = 0; i < p.q_length; ++i) {

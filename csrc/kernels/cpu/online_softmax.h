@@ -52,19 +52,19 @@ AE_INLINE void softmax_strip(T* scores, T* scale, const Partial<T>& part, int64_
     const Vec<T> base = select(equal(most, broadcast(-kInfinity<T>)), Vec<T>{}, most);
     Vec<T> sum_even{}, sum_odd{};
     for (y = keys.begin; y + 2 <= keys.end; y += 2) {
-      const Vec<T> a = exp_vector<T>(load(s + y * kBlock) - base);
-      const Vec<T> b = exp_vector<T>(load(s + (y + 1) * kBlock) - base);
+      const Vec<T> a = exp_bounded<T>(load(s + y * kBlock) - base);
+      const Vec<T> b = exp_bounded<T>(load(s + (y + 1) * kBlock) - base);
       store(s + y * kBlock, a);
       store(s + (y + 1) * kBlock, b);
       sum_even += a;
       sum_odd += b;
     }
     if (y < keys.end) {
-      const Vec<T> a = exp_vector<T>(load(s + y * kBlock) - base);
+      const Vec<T> a = exp_bounded<T>(load(s + y * kBlock) - base);
       store(s + y * kBlock, a);
       sum_even += a;
     }
-    const Vec<T> shrink = exp_vector<T>(before - base);
+    const Vec<T> shrink = exp_bounded<T>(before - base);
     store(scale + x + v * W, shrink);
     store(part.maximum + x + v * W, most);
     store(part.sum + x + v * W, fma(load(part.sum + x + v * W), shrink, sum_even + sum_odd));

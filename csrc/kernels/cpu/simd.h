@@ -75,8 +75,6 @@ AE_INLINE Vec<float> max(Vec<float> a, Vec<float> b) { return _mm512_max_ps(a, b
 AE_INLINE Vec<double> max(Vec<double> a, Vec<double> b) { return _mm512_max_pd(a, b); }
 AE_INLINE Vec<float> min(Vec<float> a, Vec<float> b) { return _mm512_min_ps(a, b); }
 AE_INLINE Vec<double> min(Vec<double> a, Vec<double> b) { return _mm512_min_pd(a, b); }
-AE_INLINE Vec<float> round_even(Vec<float> a) { return _mm512_roundscale_ps(a, 8); }
-AE_INLINE Vec<double> round_even(Vec<double> a) { return _mm512_roundscale_pd(a, 8); }
 AE_INLINE Vec<float> times_power_of_two(Vec<float> a, Vec<float> n) {
   return _mm512_scalef_ps(a, n);
 }
@@ -96,8 +94,6 @@ AE_INLINE Vec<float> max(Vec<float> a, Vec<float> b) { return _mm256_max_ps(a, b
 AE_INLINE Vec<double> max(Vec<double> a, Vec<double> b) { return _mm256_max_pd(a, b); }
 AE_INLINE Vec<float> min(Vec<float> a, Vec<float> b) { return _mm256_min_ps(a, b); }
 AE_INLINE Vec<double> min(Vec<double> a, Vec<double> b) { return _mm256_min_pd(a, b); }
-AE_INLINE Vec<float> round_even(Vec<float> a) { return _mm256_round_ps(a, 8); }
-AE_INLINE Vec<double> round_even(Vec<double> a) { return _mm256_round_pd(a, 8); }
 #else
 AE_INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) { return a * b + c; }
 AE_INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) { return a * b + c; }
@@ -105,23 +101,23 @@ AE_INLINE Vec<float> max(Vec<float> a, Vec<float> b) { return a > b ? a : b; }
 AE_INLINE Vec<double> max(Vec<double> a, Vec<double> b) { return a > b ? a : b; }
 AE_INLINE Vec<float> min(Vec<float> a, Vec<float> b) { return a < b ? a : b; }
 AE_INLINE Vec<double> min(Vec<double> a, Vec<double> b) { return a < b ? a : b; }
-// Adding and taking away 1.5 * 2^(mantissa bits) rounds to an integer; arguments here are below
-// 2^11.
-AE_INLINE Vec<float> round_even(Vec<float> a) { return (a + 12582912.f) - 12582912.f; }
-AE_INLINE Vec<double> round_even(Vec<double> a) {
-  return (a + 6755399441055744.0) - 6755399441055744.0;
-}
 #endif
 
+// 1.5 * 2^(mantissa bits): added to a number of less than a quarter of it, it leaves the nearest
+// integer in the low bits.
+template <class T>
+constexpr T kRounder = sizeof(T) == 4 ? T(12582912) : T(6755399441055744);
+
 #if !defined(__AVX512F__)
-// a * 2^n through the exponent bits: n must leave the result normal (exp clamps for that).
+// a * 2^n with 2^n from its exponent bits: n must leave it normal. A product, so that NaN stays
+// NaN.
 AE_INLINE Vec<float> times_power_of_two(Vec<float> a, Vec<float> n) {
-  const Vec<int32_t> bits = (Vec<int32_t>)(n + 12582912.f) << 23;
-  return (Vec<float>)((Vec<int32_t>)a + bits);
+  const Vec<int32_t> bits = (Vec<int32_t>)(n + (kRounder<float> + 127)) << 23;
+  return a * (Vec<float>)bits;
 }
 AE_INLINE Vec<double> times_power_of_two(Vec<double> a, Vec<double> n) {
-  const Vec<int64_t> bits = (Vec<int64_t>)(n + 6755399441055744.0) << 52;
-  return (Vec<double>)((Vec<int64_t>)a + bits);
+  const Vec<int64_t> bits = (Vec<int64_t>)(n + (kRounder<double> + 1023)) << 52;
+  return a * (Vec<double>)bits;
 }
 #endif
 

@@ -39,7 +39,7 @@ template <>
 struct ExpRange<float> {
   // exp of less than the smallest normal number is 0.
   static constexpr float kLowest = -87.33654f;
-  static constexpr float kHighest = 88.5f;
+  static constexpr float kHighest = 88.3f;  // 2^n must be finite
   static constexpr float kLog2E = 1.44269502f;
   static constexpr float kLog2ELow = 1.92596300e-8f;
   static constexpr float kLn2High = 0.693145751953125f;  // 16 bits: n times this is exact
@@ -48,15 +48,16 @@ struct ExpRange<float> {
 template <>
 struct ExpRange<double> {
   static constexpr double kLowest = -708.3964185322641;
-  static constexpr double kHighest = 709.5;
+  static constexpr double kHighest = 709.4;
   static constexpr double kLog2E = 1.4426950408889634;
   static constexpr double kLog2ELow = 2.0355273740931033e-17;
   static constexpr double kLn2High = 0.693147180369123816490;  // 33 bits
   static constexpr double kLn2Low = 1.90821492927058770002e-10;
 };
 
-// log2(e) x = n + r, n an integer, |r| <= 1/2. Where products are fused a two-part log2(e) keeps
-// all of r; elsewhere n ln 2 is taken away exactly before the rest is scaled.
+// log2(e) x = n + r, n an integer, |r| <= 1/2. Adding and taking away 1.5 * 2^(mantissa bits)
+// rounds to an integer. Where products are fused a two-part log2(e) keeps all of r; elsewhere n ln
+// 2 is taken away exactly before the rest is scaled.
 template <class T>
 struct Reduced {
   Vec<T> n, r;
@@ -64,7 +65,7 @@ struct Reduced {
 template <class T>
 AE_INLINE Reduced<T> reduce_log2(Vec<T> x) {
   using R = ExpRange<T>;
-  const Vec<T> n = round_even(x * R::kLog2E);
+  const Vec<T> n = fma(x, broadcast(R::kLog2E), broadcast(kRounder<T>)) - kRounder<T>;
 #if defined(__AVX2__)
   return {n, fma(x, broadcast(R::kLog2ELow), fma(x, broadcast(R::kLog2E), -n))};
 #else
@@ -72,15 +73,19 @@ AE_INLINE Reduced<T> reduce_log2(Vec<T> x) {
 #endif
 }
 
-// e^t for t <= ~88 (709): 0 below the smallest normal number, NaN for NaN. Error about one unit in
-// the last place for every t.
+// e^t for t <= ~88 (709), -inf included: 0 below the smallest normal number, NaN for NaN. Error
+// about one unit in the last place for every t.
+template <class T>
+AE_INLINE Vec<T> exp_bounded(Vec<T> t) {
+  const auto [n, r] = reduce_log2<T>(t);
+  const Vec<T> p = fma(exp2_minus_one_over(r), r, broadcast(T{1}));
+  return select(less(t, broadcast(ExpRange<T>::kLowest)), Vec<T>{}, times_power_of_two(p, n));
+}
+
+// The same for every t; what would overflow becomes a huge number.
 template <class T>
 AE_INLINE Vec<T> exp_vector(Vec<T> t) {
-  using R = ExpRange<T>;
-  const Vec<T> x = min(broadcast(R::kHighest), max(broadcast(R::kLowest), t));
-  const auto [n, r] = reduce_log2<T>(x);
-  const Vec<T> p = fma(exp2_minus_one_over(r), r, broadcast(T{1}));
-  return select(less(t, broadcast(R::kLowest)), Vec<T>{}, times_power_of_two(p, n));
+  return exp_bounded<T>(min(broadcast(ExpRange<T>::kHighest), t));
 }
 
 // log x for positive normal x: x = 2^n m with m in [sqrt(1/2), sqrt(2)), log m = 2 artanh(f), f =

@@ -14,7 +14,7 @@ namespace {
 // d sink = - sum over rows of exp(sink - lse) delta, summed in one order.
 template <class T>
 void sink(const BackwardParams& p, WorkQueue& queue) {
-  for (int64_t h; (h = queue.next.fetch_add(1)) < queue.count;) {
+  queue.for_each([&](int64_t h) {
     const T value = static_cast<const T*>(p.sinks)[h];
     T total{};
     for (int64_t n = 0; n < p.problems && value != -kInfinity<T>; ++n) {
@@ -37,7 +37,7 @@ void sink(const BackwardParams& p, WorkQueue& queue) {
       total += part;
     }
     static_cast<T*>(p.grad_sinks)[h] = total;
-  }
+  });
 }
 
 template <class T, class Kernel>
@@ -52,9 +52,9 @@ void keys(const BackwardParams& p, BackwardState& state, WorkQueue& queue, void*
   Arena arena{static_cast<char*>(memory)};
   Backward<T> kernel(p, arena);
   int64_t visited = 0;
-  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
-    kernel.item(state, queue, item, visited);
-  }
+  const auto item = [&](int64_t index) { kernel.item(state, queue, index, visited); };
+  const bool waits = backward_ranges(p) > 1 || bias_with_keys(p);
+  waits ? queue.for_each_in_turn(item) : queue.for_each(item);
   if (p.visited != nullptr) p.visited->fetch_add(visited);
 }
 
@@ -62,7 +62,7 @@ template <class T>
 void bias(const BackwardParams& p, WorkQueue& queue, void* memory) {
   Arena arena{static_cast<char*>(memory)};
   BiasGradient<T> kernel(p, arena);
-  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) kernel.item(item);
+  queue.for_each([&](int64_t item) { kernel.item(item); });
 }
 
 }  // namespace

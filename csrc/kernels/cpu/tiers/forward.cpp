@@ -28,7 +28,7 @@ void decode(const AttentionParams& p, void* partials, WorkQueue& queue, void* me
   Decode<T> kernel(p, arena);
   const int64_t splits = forward_splits(p);
   int64_t visited = 0;
-  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
+  queue.for_each([&](int64_t item) {
     const Problem problem = p.problem(item / (splits * p.kv_heads));
     const int64_t g = item / splits % p.kv_heads, split = item % splits;
     const int64_t step = kernel.heads_at_once;
@@ -37,7 +37,7 @@ void decode(const AttentionParams& p, void* partials, WorkQueue& queue, void* me
                  visited);
       kernel.finish_heads(problem, g * p.group() + first, partials, split);
     }
-  }
+  });
   if (p.visited != nullptr) p.visited->fetch_add(visited);
 }
 
@@ -47,7 +47,7 @@ void run(const AttentionParams& p, void* partials, WorkQueue& queue, void* memor
   Forward<T> forward(p, arena);
   const int64_t splits = forward_splits(p);
   int64_t visited = 0;
-  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
+  queue.for_each([&](int64_t item) {
     const BlockIndex at = block_index(p, item / splits);
     const Problem problem = p.problem(at.problem);
     const int64_t rows = query_block(problem.q_length);
@@ -62,7 +62,7 @@ void run(const AttentionParams& p, void* partials, WorkQueue& queue, void* memor
       save_split<T>(p, nq, forward.part,
                     SplitResult<T>(partials, p, at.problem * p.heads + at.head, split));
     }
-  }
+  });
   if (p.visited != nullptr) p.visited->fetch_add(visited);
 }
 
@@ -70,9 +70,9 @@ template <class T>
 void join(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {
   Arena arena{static_cast<char*>(memory)};
   Forward<T> forward(p, arena);
-  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
+  queue.for_each([&](int64_t item) {
     join_splits<T>(p, p.problem(item / p.heads), item % p.heads, partials, forward.part);
-  }
+  });
 }
 
 }  // namespace

@@ -21,11 +21,11 @@ void run(const WeightsParams& p, WorkQueue& queue, void* memory) {
   Weights<T> kernel(p, arena);
   const int64_t rows = query_block(p.q_length), blocks = blocks_of(p.q_length, rows);
   const int64_t heads = p.average ? 1 : p.heads;
-  for (int64_t item; (item = queue.next.fetch_add(1)) < queue.count;) {
+  queue.for_each([&](int64_t item) {
     const int64_t i0 = item % blocks * rows;
     kernel.item(p.problem(item / (blocks * heads)), item / blocks % heads, i0,
                 smaller(rows, p.q_length - i0));
-  }
+  });
 }
 
 }  // namespace
