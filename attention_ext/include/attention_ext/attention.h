@@ -3,8 +3,8 @@
 // torch::manual_seed, the CPU and the CUDA kernels are those that Python gets.
 //
 //   namespace ae = attention_ext;
-//   at::Tensor out = ae::attention(q, k, v,
-//   ae::AttentionFuncOptions().is_causal(true).softcap(30.0));
+//   const auto options = ae::AttentionFuncOptions().is_causal(true).softcap(30.0);
+//   at::Tensor out = ae::attention(q, k, v, options);
 //
 // Letters: B any number of batch dimensions, none included; H query heads, Hkv key/value heads (H a
 // multiple of Hkv: consecutive query heads share one); L queries, S keys; E and Ev head sizes.
