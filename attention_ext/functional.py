@@ -109,7 +109,7 @@ def attention(
     if attn_mask is not None:
         if type(attn_mask) is not Tensor:
             attn_mask = _materialized(attn_mask, query)
-        if attn_mask.dtype != torch.bool:
+        if attn_mask.is_floating_point():
             if attn_bias is not None:
                 raise RuntimeError(
                     "attention: a float attn_mask is the attn_bias; expected one of them, got both"
@@ -231,7 +231,7 @@ def scaled_dot_product_attention(
     without_heads = query.dim() == key.dim() == value.dim() == 2
     q, k, v, mask = _arrange(query, key, value, attn_mask)
     bias = None
-    if mask is not None and mask.dtype != torch.bool:
+    if mask is not None and mask.is_floating_point():
         bias, mask = mask, None
     out: Tensor = _ops.attention(
         q,
@@ -537,6 +537,12 @@ def _jagged_attention(
             f"{borders_k.tolist()} and {borders_v.tolist()}"
         )
     attn_mask, attn_bias, key_mask, *others = options
+    for name, dense in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):
+        if dense is not None:
+            raise RuntimeError(
+                f"attention: {name} must be None beside nested tensors, whose lengths differ, got "
+                f"shape {list(dense.shape)}"
+            )
     if key_mask is not None:
         if not key_mask.is_nested:
             raise RuntimeError(

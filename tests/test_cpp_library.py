@@ -287,6 +287,7 @@ def test_weights_that_do_not_fit_are_named_all_at_once(cases_program: Path, tmp_
     del state["in_proj_bias"]
     state["bias_k"] = torch.zeros(1, 1, E)
     state["out_proj.weight"] = torch.zeros(E, E + 1)
+    state["out_proj.bias"] = torch.zeros(E, dtype=torch.complex64)
     files = {
         "wrong": state,
         "ordered": ae.MultiheadAttention(E, H).state_dict(),
@@ -303,7 +304,9 @@ def test_weights_that_do_not_fit_are_named_all_at_once(cases_program: Path, tmp_
     assert "\n  missing: in_proj_bias [72]" in wrong
     assert "\n  unexpected: bias_k [1, 1, 24]" in wrong
     assert "\n  another shape: out_proj.weight, expected [24, 24], got [24, 25]" in wrong
-    assert wrong.count("\n") == 3
+    kind = "\n  another kind of number: out_proj.bias, expected Float, got ComplexFloat"
+    assert kind in wrong
+    assert wrong.count("\n") == 4
     advice = "save it with torch.save(dict(module.state_dict()), path)"
     for text in (ordered, nested, in_list):
         assert text.startswith("Error: load_state_dict: ")

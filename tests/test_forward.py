@@ -279,6 +279,13 @@ def test_nan_of_any_bits_comes_out(bits: int, rows: int) -> None:
     assert not out[0, 1].isnan().any()
 
 
+def test_mask_of_integers_is_refused_by_its_own_name() -> None:
+    x, mask = torch.randn(1, 2, 3, 4), torch.ones(3, 3, dtype=torch.int32)
+    for function in (ae.attention, ae.scaled_dot_product_attention):
+        with pytest.raises(RuntimeError, match=r"attn_mask must be bool.*got Int"):
+            function(x, x, x, attn_mask=mask)
+
+
 @pytest.mark.parametrize("rows", [1, 70])
 def test_infinite_scores_become_nan(rows: int) -> None:
     (q, k, v), _ = Case("infinite", rows, 130, 8).make(torch.float32)

@@ -151,6 +151,11 @@ def test_what_nested_tensors_cannot_do_is_refused() -> None:
         ae.attention(q, q, _jagged((7, 5)))
     with pytest.raises(RuntimeError, match="must be nested"):
         ae.attention(q, q, q, key_mask=torch.ones(2, 7, dtype=torch.bool))
+    # One of the packed total's size would not be a mask of any sequence.
+    for size in (5, 12):
+        for name, dtype in (("attn_mask", torch.bool), ("attn_bias", torch.float32)):
+            with pytest.raises(RuntimeError, match=f"{name} must be None beside nested tensors"):
+                ae.attention(q, q, q, **{name: torch.ones(size, size, dtype=dtype)})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="jagged layout and the dimensions"):
         ae.attention(*[q.transpose(1, 2)] * 3)
     with pytest.raises(RuntimeError):

@@ -16,7 +16,7 @@ AttentionOptions for_op(const at::Tensor& query, const AttentionFuncOptions& o) 
   AttentionOptions options;
   options.attn_mask = given(o.attn_mask());
   options.attn_bias = given(o.attn_bias());
-  if (options.attn_mask.has_value() && options.attn_mask->scalar_type() != at::kBool) {
+  if (options.attn_mask.has_value() && at::isFloatingType(options.attn_mask->scalar_type())) {
     TORCH_CHECK(!options.attn_bias.has_value(),
                 "attention: a float attn_mask is the attn_bias; expected one of them, got both");
     options.attn_bias.swap(options.attn_mask);

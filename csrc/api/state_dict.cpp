@@ -54,6 +54,9 @@ void load_state_dict(torch::nn::Module& module, const std::string& path) {
     } else if (found->second.sizes() != tensor.sizes()) {
       wrong << "\n  another shape: " << name << ", expected " << tensor.sizes() << ", got "
             << found->second.sizes();
+    } else if (!c10::canCast(found->second.scalar_type(), tensor.scalar_type())) {
+      wrong << "\n  another kind of number: " << name << ", expected " << tensor.scalar_type()
+            << ", got " << found->second.scalar_type();
     }
   }
   for (const auto& [name, tensor] : saved) {
