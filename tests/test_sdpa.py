@@ -443,8 +443,14 @@ def test_importing_activates_nothing_and_loads_no_compiler() -> None:
 def test_what_the_page_on_migration_shows_runs() -> None:
     from tiers import ROOT, run_python
 
-    page = (ROOT / "docs" / "sdpa.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = [
+        block
+        for page in ("sdpa", "migrate_multihead")
+        for block in re.findall(
+            r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL
+        )
+        if page == "sdpa" or "replaced" in block
+    ]
     assert len(blocks) == 3
     done = run_python("\n".join([*blocks, "assert bias.grad.abs().max() > 0"]))
     assert "2 replaced" in done.stdout
