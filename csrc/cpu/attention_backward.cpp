@@ -13,7 +13,7 @@ namespace {
 // The state that work items share, and whatever they left in it after an error.
 class SharedState {
  public:
-  SharedState(const kernels::BackwardParams& p, bool ordered, bool sums) {
+  SharedState(const kernels::BackwardParams& p, bool ordered) {
     state_.heads_at_once = at::get_num_threads();
     const int64_t blocks = kernels::query_blocks(p) * p.heads;
     if (ordered && kernels::backward_ranges(p) > 1) {
@@ -25,7 +25,7 @@ class SharedState {
           std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(kernels::bias_turns(p)));
       state_.bias_added = bias_added_.get();
     }
-    if (sums && kernels::backward_ranges(p) > 1) {
+    if (p.grad_query.defined() && kernels::backward_ranges(p) > 1) {
       heads_ = p.problems * p.heads;
       double_precision_ = p.type == kernels::ScalarType::kFloat64;
       sums_ = std::make_unique<std::atomic<void*>[]>(static_cast<size_t>(heads_));
@@ -55,9 +55,7 @@ class SharedState {
 
 void run_keys(kernels::BackwardParams& p, bool count) {
   const kernels::CpuKernels& tier = active_kernels();
-  const bool sums = p.grad_query.defined() && (p.type == kernels::ScalarType::kBFloat16 ||
-                                               p.type == kernels::ScalarType::kFloat16);
-  SharedState shared(p, p.grad_query.defined() || p.grad_statistics.defined(), sums);
+  SharedState shared(p, p.grad_query.defined() || p.grad_statistics.defined());
   p.visited = count ? &visited_block_pairs() : nullptr;
   run_items(tier.backward_items(p), tier.backward_scratch(p), work_of(p, 5),
             [&](kernels::WorkQueue& queue, void* memory) {

@@ -202,6 +202,10 @@ void check(const std::string& name, const Shape& s, const Options<T>& o) {
   }
   auto added = std::make_unique<std::atomic<int32_t>[]>(query_blocks(p) * p.heads);
   state.added = added.get();
+  auto sums = std::make_unique<std::atomic<void*>[]>(p.problems * p.heads);
+  auto remaining = std::make_unique<std::atomic<int32_t>[]>(p.problems * p.kv_heads);
+  state.sums = sums.get();
+  state.remaining = remaining.get();
   on_threads(kernels().backward_items(p), kernels().backward_scratch(p),
              [&](WorkQueue& queue, void* memory) { kernels().backward(p, state, queue, memory); });
   if (o.bias && !bias_with_keys(p)) {

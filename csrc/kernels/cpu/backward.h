@@ -1,9 +1,11 @@
 // Fused attention backward. A work item owns a range of keys of one key/value head: their dK and dV
-// stay in scratch while the item walks over the query blocks of every head of the group. The query
-// blocks' dQ over the range is formed from zero and added to the sums of earlier ranges in the
-// order of the ranges, under a counter per query block, so that ranges run in parallel and every
-// bit is the same for any number of threads. Items are taken in order, so one only waits for items
-// already running.
+// are summed while the item walks over the query blocks of every head of the group. A query block's
+// dQ goes on where the range before left it, under a counter per query block, so that ranges run
+// side by side, each a query block behind the one before, and every bit is the same for any number
+// of threads. Items are taken in order, so one only waits for items already running.
+//
+// Sums lie in the gradient tensors themselves where whole vectors of adjacent rows fit there, else
+// in scratch or, for dQ that several ranges add to, in buffers of the heads in flight.
 //
 // Five products per (query block, key block), nothing of size L x S: S^T = K Q^T, dP^T = V dO^T
 // (gradient_tile.h), dV += P^T dO, dK += dS^T Q, dQ += dS K.
@@ -55,13 +57,17 @@ struct Backward {
   // K and V of the key block.
   T *query_rows, *grad_rows, *key_rows, *value_rows;
   T *key_sums, *value_sums;   // of the range
-  T *query_sums, *statistic;  // of (range, query block)
+  T *query_sums, *statistic;  // of the query block
   bool want_query, want_key, want_value, want_statistic, want_scores, want_bias;
   T in_scores_grad;  // the part of the scale that dS already holds: all of it, or 1
 
+  // Of the run.
+  BackwardState* state = nullptr;
+  WorkQueue* queue = nullptr;
   // Of the query block at work.
   Operand<T> query, grad;
-  bool fresh_query_sums;
+  bool fresh_query_sums;  // nothing has been added to its dQ yet, by any range
+  bool has_turn;          // its dQ is this range's to add to
   // Of the item at work.
   Target<T> query_grad, key_grad, value_grad;
   bool fresh_key_sums[8];  // by key block of the range
@@ -87,8 +93,11 @@ struct Backward {
     grad_rows = copy(in_near_lanes<T>(p.grad_output, p.v_size), ev_padded);
     key_rows = copy(in_near_lanes<T>(p.key, p.qk_size), e_padded);
     value_rows = copy(readable_in_place<T>(p.value), ev_padded);
-    key_sums = arena.take<T>(range * e_padded);
-    value_sums = arena.take<T>(range * ev_padded);
+    const auto sums = [&](const View& view, int64_t columns, bool scaled) {
+      return arena.take<T>(adds_in_place(view, columns, scaled) ? 0 : range * round_up(columns, W));
+    };
+    key_sums = sums(p.grad_key, p.qk_size, scores_are_scaled());
+    value_sums = sums(p.grad_value, p.v_size, true);
     query_sums = arena.take<T>(kBlock * e_padded);
     statistic = arena.take<T>(kBlock);
   }
@@ -98,72 +107,100 @@ struct Backward {
     return in_scores_grad == T{1} ? static_cast<T>(p.scale) : T{1};
   }
 
-  // Which ranges a query block takes part in: those that its window reaches.
-  struct Turn {
-    int64_t first, end;  // ranges
-  };
-  AE_INLINE Turn turn(const Problem& problem, int64_t i0, int64_t nq, int64_t size) const {
-    const KeyRange hull =
-        p.windowed() ? window_hull(p, problem, i0, i0 + nq - 1) : KeyRange{0, problem.k_length};
-    if (hull.begin >= hull.end) return {0, 0};
-    return {hull.begin / size, (hull.end - 1) / size + 1};
-  }
+  AE_INLINE bool scores_are_scaled() const { return missing_scale() == T{1}; }
 
-  void item(BackwardState& state, WorkQueue& queue, int64_t index, int64_t& visited) {
-    const int64_t ranges = backward_ranges(p);
-    const auto [n, g, r] = range_index(p, index, state.heads_at_once);
+  // A query block that a range meets, and the range's place among those that add to its dQ.
+  struct Visit {
+    const Problem& problem;
+    int64_t h, block, i0, nq;
+    int64_t place, places;
+  };
+
+  void item(int64_t index, int64_t& visited) {
+    const auto [n, g, r] = range_index(p, index, state->heads_at_once);
     const Problem problem = p.problem(n);
-    const int64_t size = backward_range(p, problem.k_length);
-    const int64_t k_begin = smaller(problem.k_length, r * size);
-    const int64_t k_end = smaller(problem.k_length, k_begin + size);
+    const KeyRanges ranges(p, problem.k_length);
+    const KeyRange keys = ranges.keys(r);
     const int64_t rows = query_block(problem.q_length);
     const int64_t blocks = blocks_of(problem.q_length, rows);
     // With one query block nothing is added to a key's gradient later.
-    const bool once = blocks * p.group() == 1, scaled = missing_scale() == T{1};
-    const int64_t key_row = problem.k_begin + k_begin;
-    key_grad = target(once && scaled, p.grad_key, problem, g, key_row, p.qk_size, key_sums);
-    value_grad = target(once, p.grad_value, problem, g, key_row, p.v_size, value_sums);
+    const bool once = blocks * p.group() == 1;
+    const int64_t key_row = problem.k_begin + keys.begin;
+    key_grad =
+        target(once, scores_are_scaled(), p.grad_key, problem, g, key_row, p.qk_size, key_sums);
+    value_grad = target(once, true, p.grad_value, problem, g, key_row, p.v_size, value_sums);
     for (bool& fresh : fresh_key_sums) fresh = true;
     for (int64_t h = g * p.group(); h < (g + 1) * p.group(); ++h) {
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t i0 = b * rows, nq = smaller(rows, problem.q_length - i0);
-        const Turn t = turn(problem, i0, nq, size);
-        if (t.first == t.end && r == 0) clear_rows(problem, h, i0, nq);
-        if (r < t.first || r >= t.end) continue;
-        if (want_bias &&
-            !wait_for(bias_turn(state, problem, h, b, r), bias_place(problem, h), queue)) {
-          return;
+        const KeyRange hull =
+            p.windowed() ? window_hull(p, problem, i0, i0 + nq - 1) : KeyRange{0, problem.k_length};
+        if (hull.begin >= hull.end) {
+          if (r == 0) clear_rows(problem, h, i0, nq);
+          continue;
         }
-        query_grad = target(ranges == 1 && scaled, p.grad_query, problem, h, problem.q_begin + i0,
-                            p.qk_size, query_sums);
-        query_block_with(problem, h, i0, nq, {k_begin, k_end},
-                         want_bias && bias_place(problem, h) == 0, visited);
-        if (want_bias) pass_on(bias_turn(state, problem, h, b, r), bias_place(problem, h));
-        if (!add_in_turn(state, queue, problem, h, i0, nq, b, r - t.first, t.end - t.first)) return;
+        const int64_t first = ranges.of(hull.begin), last = ranges.of(hull.end - 1);
+        if (r < first || r > last) continue;
+        const Visit visit{problem, h, b, i0, nq, r - first, last - first + 1};
+        if (b + 1 == blocks && h + 1 == (g + 1) * p.group()) prefetch_keys(problem, g, keys);
+        if (!query_block_with(visit, keys, visited)) return;
       }
     }
-    write_keys(problem, g, k_begin, k_end - k_begin);
-    release_sums(state, problem, g, ranges);
+    write_keys(problem, g, keys.begin, keys.end - keys.begin);
+    release_sums(problem, g);
   }
 
-  // The tensor itself, if sums arrive there `ready` and whole vectors fit, or scratch.
-  AE_INLINE Target<T> target(bool ready, const View& view, const Problem& problem, int64_t h,
-                             int64_t row, int64_t columns, T* sums) const {
-    if (ready && view.defined() && in_lanes<T>(view, columns)) {
+  // Rows that are soon to be written or read. Those of one head lie far apart in the usual layouts,
+  // which the hardware does not foresee.
+  AE_INLINE void prefetch_keys(const Problem& problem, int64_t g, KeyRange keys) const {
+    const int64_t row = problem.k_begin + keys.begin, count = keys.end - keys.begin;
+    if (want_key) prefetch_rows<true>(Rows(p.grad_key, problem.batch, g, row, 0), count, p.qk_size);
+    if (want_value) {
+      prefetch_rows<true>(Rows(p.grad_value, problem.batch, g, row, 0), count, p.v_size);
+    }
+  }
+  AE_INLINE void prefetch_queries(const Visit& at) const {
+    const int64_t row = at.problem.q_begin + at.i0, next = row + at.nq;
+    if (want_query && at.place + 1 == at.places) {
+      prefetch_rows<true>(Rows(p.grad_query, at.problem.batch, at.h, row, 0), at.nq, p.qk_size);
+    }
+    const int64_t left = smaller(at.nq, at.problem.q_length - at.i0 - at.nq);
+    if (left <= 0) return;
+    const auto ahead = [&](const View& view, int64_t columns) {
+      if (view.defined()) {
+        prefetch_rows<false>(Rows(view, at.problem.batch, at.h, next, 0), left, columns);
+      }
+    };
+    ahead(p.query, p.qk_size);
+    ahead(p.grad_output, p.v_size);
+    ahead(p.output, p.v_size);
+  }
+
+  // Whether a gradient is summed where it is to be in the end: whole vectors of adjacent rows, and
+  // nothing to be multiplied with. What is written only `once` may have rows far apart.
+  AE_INLINE bool adds_in_place(const View& view, int64_t columns, bool scaled,
+                               bool once = false) const {
+    return view.defined() && scaled &&
+           (once ? in_lanes<T>(view, columns) : in_near_lanes<T>(view, columns));
+  }
+  AE_INLINE Target<T> target(bool once, bool scaled, const View& view, const Problem& problem,
+                             int64_t h, int64_t row, int64_t columns, T* sums) const {
+    if (adds_in_place(view, columns, scaled, once)) {
       return {view.template at<T>(problem.batch, h, row, 0), view.stride[2]};
     }
     return {sums, round_up(columns, W)};
   }
 
-  // The products of one query block with the keys of the range. `first_of_bias`: nobody has written
-  // this part of the bias gradient yet.
-  void query_block_with(const Problem& problem, int64_t h, int64_t i0, int64_t nq, KeyRange keys,
-                        bool first_of_bias, int64_t& visited) {
+  // The products of one query block with the keys of the range. False if another thread has failed.
+  bool query_block_with(const Visit& at, KeyRange keys, int64_t& visited) {
+    const auto& [problem, h, block, i0, nq, place, places] = at;
+    if (want_bias && !wait_for(bias_turn(at), bias_place(problem, h))) return false;
+    const bool first_of_bias = want_bias && bias_place(problem, h) == 0;
     if (want_statistic) __builtin_memset(statistic, 0, kBlock * sizeof(T));
     Tile<T>& tile = gradient.tile;
     tile.i0 = i0;
     tile.nq = nq;
-    fresh_query_sums = true;
+    has_turn = false;
     bool have_queries = false, checked_queries = false, finite_queries = true;
     const int64_t step = key_block(problem.k_length), k_begin = keys.begin;
     if (p.windowed()) {
@@ -181,7 +218,10 @@ struct Backward {
         continue;
       }
       ++visited;
-      if (!have_queries) pack_queries(problem, h);
+      if (!have_queries) {
+        pack_queries(problem, h);
+        prefetch_queries(at);
+      }
       have_queries = true;
       const Operand<T> key =
           key_operand(p.key, in_near_lanes<T>(p.key, p.qk_size), problem, h, p.qk_size, key_rows);
@@ -200,10 +240,15 @@ struct Backward {
         checked_queries = true;
         careful = !finite_queries || !all_finite(key.data, tile.nk, e_padded, key.stride);
       }
-      products(key, j0 - k_begin, step, careful);
+      add_to_keys(j0 - k_begin, step, careful);
+      if (want_query) {
+        if (!take_turn(at)) return false;
+        add_to_queries(key, careful);
+      }
       if (want_bias) add_to_bias(problem, h, first_of_bias);
     }
-    if (want_query && fresh_query_sums) clear(query_grad, nq, e_padded);
+    if (want_bias) pass_on(bias_turn(at), bias_place(problem, h));
+    return finish_queries(at);
   }
 
   AE_INLINE static void clear(const Target<T>& to, int64_t rows, int64_t columns) {
@@ -246,51 +291,52 @@ struct Backward {
     return operand_of<T>(rows, in_place, tile.nk, size, copy);
   }
 
-  // dV += P^T dO, dK += dS^T Q, dQ += dS K for the block whose first key is `row` of the range; the
-  // first time as sums of their own.
-  void products(const Operand<T>& key, int64_t row, int64_t step, bool careful) {
+  // dV += P^T dO and dK += dS^T Q for the block whose first key is `row` of the range; the first
+  // time as sums of their own.
+  void add_to_keys(int64_t row, int64_t step, bool careful) {
     const Tile<T>& tile = gradient.tile;
     const int64_t nq = tile.nq, nk = tile.nk;
     const Target<T> dv{value_grad.data + row * value_grad.stride, value_grad.stride};
     const Target<T> dk{key_grad.data + row * key_grad.stride, key_grad.stride};
     const T *const prob = gradient.probabilities, *const ds = gradient.scores_grad;
-    bool& fresh_keys = fresh_key_sums[row / step];
+    bool& fresh = fresh_key_sums[row / step];
     if (careful) {
       auto sees = [&](int64_t y, int64_t x) { return tile.visible[y * kBlock + x] != 0; };
-      auto sees_back = [&](int64_t x, int64_t y) { return sees(y, x); };
       auto left = [&](int64_t y, int64_t x) { return prob[y * kBlock + x]; };
       auto left_grad = [&](int64_t y, int64_t x) { return ds[y * kBlock + x]; };
-      auto left_back = [&](int64_t x, int64_t y) { return ds[y * kBlock + x]; };
       if (want_value) {
-        if (fresh_keys) clear(dv, nk, ev_padded);
+        if (fresh) clear(dv, nk, ev_padded);
         careful_accumulate<T>(left, grad, dv, ev_padded, nk, nq, sees);
       }
       if (want_key) {
-        if (fresh_keys) clear(dk, nk, e_padded);
+        if (fresh) clear(dk, nk, e_padded);
         careful_accumulate<T>(left_grad, query, dk, e_padded, nk, nq, sees);
       }
-      if (want_query) {
-        if (fresh_query_sums) clear(query_grad, nq, e_padded);
-        careful_accumulate<T>(left_back, key, query_grad, e_padded, nq, nk, sees_back);
-      }
     } else {
-      Band by_key, by_query;
-      if (tile.windowed) {
-        by_key = {-tile.window.high, -tile.window.low};
-        by_query = {tile.window.low, tile.window.high};
-      }
-      if (want_value) {
-        accumulate<Read::kRows>(fresh_keys, prob, grad, dv, ev_padded, nk, nq, by_key);
-      }
-      if (want_key) {
-        accumulate<Read::kRows>(fresh_keys, ds, query, dk, e_padded, nk, nq, by_key);
-      }
-      if (want_query) {
-        accumulate<Read::kColumns>(fresh_query_sums, ds, key, query_grad, e_padded, nq, nk,
-                                   by_query);
-      }
+      Band band;
+      if (tile.windowed) band = {-tile.window.high, -tile.window.low};
+      if (want_value) accumulate<Read::kRows>(fresh, prob, grad, dv, ev_padded, nk, nq, band);
+      if (want_key) accumulate<Read::kRows>(fresh, ds, query, dk, e_padded, nk, nq, band);
     }
-    fresh_keys = fresh_query_sums = false;
+    fresh = false;
+  }
+
+  // dQ += dS K.
+  void add_to_queries(const Operand<T>& key, bool careful) {
+    const Tile<T>& tile = gradient.tile;
+    const int64_t nq = tile.nq, nk = tile.nk;
+    const T* const ds = gradient.scores_grad;
+    if (careful) {
+      auto sees = [&](int64_t x, int64_t y) { return tile.visible[y * kBlock + x] != 0; };
+      auto left = [&](int64_t x, int64_t y) { return ds[y * kBlock + x]; };
+      if (fresh_query_sums) clear(query_grad, nq, e_padded);
+      careful_accumulate<T>(left, key, query_grad, e_padded, nq, nk, sees);
+    } else {
+      Band band;
+      if (tile.windowed) band = {tile.window.low, tile.window.high};
+      accumulate<Read::kColumns>(fresh_query_sums, ds, key, query_grad, e_padded, nq, nk, band);
+    }
+    fresh_query_sums = false;
   }
 
   template <Read kRead>
@@ -307,9 +353,9 @@ struct Backward {
   // ---- sums that several items share, taken in turn ----
 
   // False if another thread has failed, so that the turn may never come.
-  static bool wait_for(const std::atomic<int32_t>& turn, int64_t place, const WorkQueue& queue) {
+  bool wait_for(const std::atomic<int32_t>& turn, int64_t place) const {
     for (int spins = 0; turn.load(std::memory_order_acquire) < place;) {
-      if (queue.failed.load(std::memory_order_relaxed)) return false;
+      if (queue->failed.load(std::memory_order_relaxed)) return false;
       if (++spins < 2000) {
 #if defined(__SSE2__)
         _mm_pause();
@@ -325,13 +371,12 @@ struct Backward {
   }
 
   // The bias gradient: batch elements and heads that share a tile of it add in their order.
-  AE_INLINE std::atomic<int32_t>& bias_turn(BackwardState& state, const Problem& problem, int64_t h,
-                                            int64_t block, int64_t r) const {
-    const int64_t b_bias = p.bias_size[0] == 1 ? 0 : problem.index;
-    const int64_t h_bias = p.bias_size[1] == 1 ? 0 : h;
-    const int64_t blocks = blocks_of(p.q_length, query_block(p.q_length));
-    return state
-        .bias_added[((b_bias * p.bias_size[1] + h_bias) * blocks + block) * backward_ranges(p) + r];
+  AE_INLINE std::atomic<int32_t>& bias_turn(const Visit& at) const {
+    const int64_t b_bias = p.bias_size[0] == 1 ? 0 : at.problem.index;
+    const int64_t h_bias = p.bias_size[1] == 1 ? 0 : at.h;
+    const int64_t blocks = blocks_of(at.problem.q_length, query_block(at.problem.q_length));
+    const int64_t tile = (b_bias * p.bias_size[1] + h_bias) * blocks + at.block;
+    return state->bias_added[tile * backward_ranges(p) + at.place];
   }
   AE_INLINE int64_t bias_place(const Problem& problem, int64_t h) const {
     const int64_t before = p.bias_size[0] == 1 ? problem.index : 0;
@@ -340,13 +385,9 @@ struct Backward {
 
   // dQ and the gradient of logsumexp: the ranges of a head add in their order.
 
-  AE_INLINE bool direct() const {  // the gradient has the accumulation type itself
-    return p.type == ScalarType::kFloat64 || p.type == ScalarType::kFloat32;
-  }
-
   // dQ rows (L, e_padded) of one head in the accumulation type, made by whoever comes first.
-  T* sums_of(BackwardState& state, const Problem& problem, int64_t h) {
-    std::atomic<void*>& slot = state.sums[problem.index * p.heads + h];
+  T* sums_of(const Problem& problem, int64_t h) const {
+    std::atomic<void*>& slot = state->sums[problem.index * p.heads + h];
     void* found = slot.load(std::memory_order_acquire);
     if (found == nullptr) {
       T* const fresh = new T[problem.q_length * e_padded];
@@ -356,69 +397,65 @@ struct Backward {
     return static_cast<T*>(found);
   }
 
-  void release_sums(BackwardState& state, const Problem& problem, int64_t g, int64_t ranges) {
-    if (state.sums == nullptr) return;
-    if (state.remaining[problem.index * p.kv_heads + g].fetch_add(1) + 1 < ranges) return;
+  void release_sums(const Problem& problem, int64_t g) const {
+    if (state->sums == nullptr) return;
+    std::atomic<int32_t>& left = state->remaining[problem.index * p.kv_heads + g];
+    if (left.fetch_add(1) + 1 < backward_ranges(p)) return;
     for (int64_t h = g * p.group(); h < (g + 1) * p.group(); ++h) {
-      delete[] static_cast<T*>(state.sums[problem.index * p.heads + h].exchange(nullptr));
+      delete[] static_cast<T*>(state->sums[problem.index * p.heads + h].exchange(nullptr));
     }
   }
 
-  // Waits until `place` earlier ranges have added their part, then adds ours. False if another
-  // thread has failed.
-  bool add_in_turn(BackwardState& state, WorkQueue& queue, const Problem& problem, int64_t h,
-                   int64_t i0, int64_t nq, int64_t block, int64_t place, int64_t places) {
-    if (!want_query && !want_statistic) return true;
-    const int64_t blocks_before =
-        p.packed() ? p.q_block_starts[problem.index] * p.heads +
-                         h * (p.q_block_starts[problem.index + 1] - p.q_block_starts[problem.index])
-                   : (problem.index * p.heads + h) *
-                         blocks_of(problem.q_length, query_block(problem.q_length));
-    std::atomic<int32_t>* const added =
-        state.added != nullptr ? &state.added[blocks_before + block] : nullptr;
-    if (place > 0 && !wait_for(*added, place, queue)) return false;
-    const bool last = place + 1 == places;
-    if (want_query && query_grad.data == query_sums) {
-      const Rows out(p.grad_query, problem.batch, h, problem.q_begin + i0, 0);
-      const T scale = missing_scale();
-      if (places == 1) {
-        copy_out<T>(query_sums, e_padded, nq, p.qk_size, scale, out);
-      } else if (direct()) {
-        const T factor = last ? scale : T{1};
-        place > 0 ? add_rows(out, nq, factor)
-                  : copy_out<T>(query_sums, e_padded, nq, p.qk_size, factor, out);
-      } else {
-        T* const sums = sums_of(state, problem, h) + i0 * e_padded;
-        for (int64_t k = 0; place > 0 && k < nq * e_padded; k += W) {
-          store(query_sums + k, load(query_sums + k) + load(sums + k));
-        }
-        if (last) {
-          copy_out<T>(query_sums, e_padded, nq, p.qk_size, scale, out);
-        } else {
-          __builtin_memcpy(sums, query_sums, nq * e_padded * sizeof(T));
-        }
-      }
+  AE_INLINE std::atomic<int32_t>& ranges_added(const Visit& at) const {
+    const Problem& problem = at.problem;
+    int64_t before = 0;  // query blocks of the heads before
+    if (p.packed()) {
+      const int64_t* const starts = p.q_block_starts + problem.index;
+      before = starts[0] * p.heads + at.h * (starts[1] - starts[0]);
+    } else {
+      before = (problem.index * p.heads + at.h) *
+               blocks_of(problem.q_length, query_block(problem.q_length));
     }
-    if (want_statistic) {
-      for (int64_t x = 0; x < nq; ++x) {
-        T* const at = p.grad_statistics.at<T>(problem.batch, h, problem.q_begin + i0 + x, 0);
-        *at = place > 0 ? *at + statistic[x] : statistic[x];
-      }
+    return state->added[before + at.block];
+  }
+
+  // Waits until the earlier ranges have added their parts, and finds the sums of dQ. False if
+  // another thread has failed.
+  bool take_turn(const Visit& at) {
+    if (has_turn) return true;
+    if (at.place > 0 && !wait_for(ranges_added(at), at.place)) return false;
+    has_turn = true;
+    fresh_query_sums = at.place == 0;
+    if (!want_query) return true;
+    const bool once = at.places == 1 && at.problem.k_length <= kBlock;
+    query_grad = target(once, scores_are_scaled(), p.grad_query, at.problem, at.h,
+                        at.problem.q_begin + at.i0, p.qk_size, query_sums);
+    if (query_grad.data == query_sums && at.places > 1) {
+      query_grad.data = sums_of(at.problem, at.h) + at.i0 * e_padded;
     }
-    if (added != nullptr) pass_on(*added, place);
     return true;
   }
 
-  // Rows of dQ = factor * (what they hold + our sums).
-  void add_rows(const Rows& rows, int64_t nq, T factor) const {
-    for (int64_t i = 0; i < nq; ++i) {
-      for (int64_t e = 0; e < p.qk_size; e += W) {
-        const int64_t columns = p.qk_size - e;
-        const Vec<T> held = load_piece<T>(rows.at(i, e), rows.type, rows.column_stride, columns);
-        store_piece<T>(rows.at(i, e), rows.type, rows.column_stride, columns,
-                       (load(query_sums + i * e_padded + e) + held) * factor);
+  // Behind the last key block of the range: its part of dQ and of the gradient of logsumexp is
+  // done.
+  bool finish_queries(const Visit& at) {
+    if (!want_query && !want_statistic) return true;
+    if (!take_turn(at)) return false;
+    const auto& [problem, h, block, i0, nq, place, places] = at;
+    const Rows out(p.grad_query, problem.batch, h, problem.q_begin + i0, 0);
+    if (want_query && fresh_query_sums) clear(query_grad, nq, e_padded);
+    if (want_query && place + 1 == places &&
+        query_grad.data != reinterpret_cast<const T*>(out.data)) {
+      copy_out<T>(query_grad.data, e_padded, nq, p.qk_size, missing_scale(), out);
+    }
+    if (want_statistic) {
+      for (int64_t x = 0; x < nq; ++x) {
+        T* const to = p.grad_statistics.at<T>(problem.batch, h, problem.q_begin + i0 + x, 0);
+        *to = place > 0 ? *to + statistic[x] : statistic[x];
       }
     }
+    if (state->added != nullptr) pass_on(ranges_added(at), place);
+    return true;
   }
 
   void clear_rows(const Problem& problem, int64_t h, int64_t i0, int64_t nq) {

@@ -7,7 +7,7 @@
 namespace attention_ext::kernels {
 
 // Shared state of one backward call. Counters order the sums of dQ; `sums` holds the
-// accumulation-type dQ of heads in flight where the gradient itself has 16 bits.
+// accumulation-type dQ of heads in flight where the gradient itself cannot hold the sums.
 struct BackwardState {
   int64_t heads_at_once = 1;              // whose ranges take turns: as many as there are threads
   std::atomic<int32_t>* added = nullptr;  // per query block of every head: ranges added so far

@@ -3,6 +3,7 @@
 // Used by the kernels and by the glue that sizes buffers.
 #pragma once
 
+#include "kernels/mask.h"
 #include "kernels/params.h"
 
 namespace attention_ext::kernels {
@@ -55,22 +56,40 @@ AE_INLINE int64_t forward_partial_elements(const AttentionParams& p) {
   return p.q_length * (p.v_size + 3);
 }
 
-// Backward: the keys that one work item owns. Its dK and dV stay in scratch while it walks over the
-// queries, and its dQ is added in the order of the ranges. 512 keys keep the packing of the queries
-// cheap; a window makes ranges unequal, so they are shorter there (on an AVX2 machine one causal
-// head of 2048 reached 61 % of peak with 1024, 88 % with 192). Several query heads to one key head
-// make more work of fewer items, so ranges shrink with the group.
+// Backward: the keys that one work item owns. Their dK and dV stay in the cache while it walks over
+// the queries, whose dQ is added to in the order of the ranges. 576 keys keep the packing of the
+// queries cheap, and 1024 or 2048 keys make an even number of ranges; a window makes ranges
+// unequal, so they are shorter there (on an AVX2 machine one causal head of 2048 reached 61 % of
+// peak with 1024, 88 % with 192). Several query heads to one key head make more work of fewer
+// items, so ranges shrink with the group.
 AE_INLINE int64_t backward_range_blocks(const AttentionParams& p) {  // at most
-  const int64_t wanted = p.windowed() ? 2 : 5, group = larger(1, p.group());
+  const int64_t wanted = p.windowed() ? 2 : 6, group = larger(1, p.group());
   return larger(1, wanted / smaller(group, 3));
 }
-// Keys of a range in a problem of `k_length` keys: even ranges, since neighbours may wait for each
-// other.
-AE_INLINE int64_t backward_range(const AttentionParams& p, int64_t k_length) {
-  const int64_t block = key_block(k_length), blocks = larger(1, blocks_of(k_length, block));
-  const int64_t ranges = blocks_of(blocks, backward_range_blocks(p));
-  return block * blocks_of(blocks, ranges);
-}
+
+// The ranges of a problem: whole key blocks, the first ranges a block longer where they are not
+// even, since neighbours wait for each other and threads share them.
+struct KeyRanges {
+  int64_t length, block;  // keys, keys of a block
+  int64_t whole, longer;  // blocks that every range has, how many ranges have one more
+
+  AE_INLINE KeyRanges(const AttentionParams& p, int64_t k_length)
+      : length(k_length), block(key_block(k_length)) {
+    const int64_t blocks = larger(1, blocks_of(length, block));
+    const int64_t ranges = blocks_of(blocks, backward_range_blocks(p));
+    whole = blocks / ranges;
+    longer = blocks % ranges;
+  }
+  AE_INLINE int64_t begin(int64_t range) const {
+    return smaller(length, (range * whole + smaller(range, longer)) * block);
+  }
+  AE_INLINE KeyRange keys(int64_t range) const { return {begin(range), begin(range + 1)}; }
+  AE_INLINE int64_t of(int64_t key) const {
+    const int64_t at = key / block, in_longer = longer * (whole + 1);
+    return at < in_longer ? at / (whole + 1) : longer + (at - in_longer) / whole;
+  }
+};
+
 // How many ranges every problem is given; the last ones of a short packed sequence are empty.
 AE_INLINE int64_t backward_ranges(const AttentionParams& p) {
   return larger(1, blocks_of(blocks_of(p.k_length, kBlock), backward_range_blocks(p)));

@@ -81,6 +81,15 @@ AE_INLINE Vec<float> times_power_of_two(Vec<float> a, Vec<float> n) {
 AE_INLINE Vec<double> times_power_of_two(Vec<double> a, Vec<double> n) {
   return _mm512_scalef_pd(a, n);
 }
+// The same, 0 in lanes where x < least.
+AE_INLINE Vec<float> times_power_of_two_from(Vec<float> least, Vec<float> x, Vec<float> a,
+                                             Vec<float> n) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), a, n);
+}
+AE_INLINE Vec<double> times_power_of_two_from(Vec<double> least, Vec<double> x, Vec<double> a,
+                                              Vec<double> n) {
+  return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, least, _CMP_NLT_UQ), a, n);
+}
 #elif defined(__AVX2__)
 AE_INLINE Vec<float> broadcast(float x) { return _mm256_set1_ps(x); }
 AE_INLINE Vec<double> broadcast(double x) { return _mm256_set1_pd(x); }
@@ -196,6 +205,10 @@ AE_INLINE Vec<int32_t> equal(Vec<float> a, Vec<float> b) { return a == b; }
 AE_INLINE Vec<int64_t> equal(Vec<double> a, Vec<double> b) { return a == b; }
 AE_INLINE Vec<int32_t> at_least(Vec<int32_t> a, Vec<int32_t> b) { return a >= b; }
 AE_INLINE Vec<int64_t> at_least(Vec<int64_t> a, Vec<int64_t> b) { return a >= b; }
+template <class V>
+AE_INLINE V times_power_of_two_from(V least, V x, V a, V n) {
+  return select(less(x, least), V{}, times_power_of_two(a, n));
+}
 template <class T>
 AE_INLINE bool any(Mask<T> m) {
   Mask<T> r = m;

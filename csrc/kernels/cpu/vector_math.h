@@ -79,7 +79,7 @@ template <class T>
 AE_INLINE Vec<T> exp_bounded(Vec<T> t) {
   const auto [n, r] = reduce_log2<T>(t);
   const Vec<T> p = fma(exp2_minus_one_over(r), r, broadcast(T{1}));
-  return select(less(t, broadcast(ExpRange<T>::kLowest)), Vec<T>{}, times_power_of_two(p, n));
+  return times_power_of_two_from(broadcast(ExpRange<T>::kLowest), t, p, n);
 }
 
 // The same for every t; what would overflow becomes a huge number.

@@ -51,8 +51,10 @@ template <class T>
 void keys(const BackwardParams& p, BackwardState& state, WorkQueue& queue, void* memory) {
   Arena arena{static_cast<char*>(memory)};
   Backward<T> kernel(p, arena);
+  kernel.state = &state;
+  kernel.queue = &queue;
   int64_t visited = 0;
-  const auto item = [&](int64_t index) { kernel.item(state, queue, index, visited); };
+  const auto item = [&](int64_t index) { kernel.item(index, visited); };
   const bool waits = backward_ranges(p) > 1 || bias_with_keys(p);
   waits ? queue.for_each_in_turn(item) : queue.for_each(item);
   if (p.visited != nullptr) p.visited->fetch_add(visited);
