@@ -49,5 +49,5 @@ class Tensors(TypedDict, total=False):
 
 
 def cpu_capability() -> str:
-    """The instruction-set tier whose kernels this process runs: baseline, avx2 or avx512."""
+    """The tier whose kernels this process runs: baseline, avx2, avx512 or avx512_bf16."""
     return str(torch.ops.attention_ext._cpu_capability())

@@ -49,27 +49,38 @@ double best_rate(double operations, Run&& run) {
 template <class T>
 T* numbers(int64_t count) {
   auto* const memory = static_cast<T*>(std::aligned_alloc(64, round_up(count * sizeof(T), 64)));
-  for (int64_t n = 0; n < count; ++n) memory[n] = static_cast<T>(n % 7) / 8;
+  for (int64_t n = 0; n < count; ++n) {
+    if constexpr (std::is_arithmetic_v<T>) {
+      memory[n] = static_cast<T>(n % 7) / 8;
+    } else {
+      memory[n] = {0x3f80, 0x3f00};  // a pair: 1, 0.5
+    }
+  }
   return memory;
 }
 
-// rows x (NV vectors) results over `depth`, operands strided as the kernels stride theirs.
-template <class T, int NV, Start kStart, Read kRead>
+// rows x (NV vectors) results over `depth` numbers of type In, operands strided as the kernels
+// stride theirs.
+template <class T, int NV, Start kStart, Read kRead, class In = T>
 void instance(const char* name, double peak, int64_t rows, int64_t depth, int64_t lda, int64_t ldb,
               int64_t ldc) {
   constexpr int W = tier::kLanes<T>;
-  T* const a = numbers<T>((kRead == Read::kRows ? rows : depth) * lda);
-  T* const b = numbers<T>(depth * ldb);
+  In* const a = numbers<In>((kRead == Read::kRows ? rows : depth) * lda);
+  In* const b = numbers<In>(depth * ldb);
   T* const c = numbers<T>(rows * ldc);
   tier::Vec<T> scale[NV];
   for (int v = 0; v < NV; ++v) scale[v] = tier::broadcast(T(0.5));
-  const double operations = 2.0 * static_cast<double>(rows * depth * NV * W);
+  constexpr bool kPairs = !std::is_same_v<T, In>;
+  const double operations = (kPairs ? 4.0 : 2.0) * static_cast<double>(rows * depth * NV * W);
   const double rate = best_rate(operations, [&] {
     tier::multiply_panel<T, NV, kStart, kRead>(a, lda, b, ldb, c, ldc, rows, depth, scale, Band{});
   });
   std::printf("%-8s %-30s %dx%d  rows %3ld depth %3ld %7.1f GF/s %6.1f %%\n",
-              sizeof(T) == 8 ? "float64" : "float32", name, tier::kTileRows<NV>, NV,
-              static_cast<long>(rows), static_cast<long>(depth), rate / 1e9, 100 * rate / peak);
+              kPairs           ? "bfloat16"
+              : sizeof(T) == 8 ? "float64"
+                               : "float32",
+              name, tier::kTileRows<NV>, NV, static_cast<long>(rows), static_cast<long>(depth),
+              rate / 1e9, 100 * rate / peak);
   std::free(a);
   std::free(b);
   std::free(c);
@@ -102,10 +113,28 @@ void all() {
   strip<T, 4>(peak);
 }
 
+// Products of two inputs in the tier that multiplies pairs of bfloat16.
+void pairs() {
+#if defined(__AVX512BF16__)
+  const double peak = best_rate(tier::pair_loop(1000), [] { tier::pair_loop(1000); });
+  std::printf("%-8s peak of bare products of pairs %32.1f GF/s\n", "bfloat16", peak / 1e9);
+  const auto strip = [&]<int NV>() {
+    for (const int64_t depth : {32, 64}) {
+      instance<float, NV, Start::kZero, Read::kRows, tier::BFloat16Pair>(
+          "scores = K Q^T", peak, kBlock, depth, depth, kBlock, kBlock);
+    }
+  };
+  strip.template operator()<1>();
+  strip.template operator()<2>();
+  strip.template operator()<3>();
+#endif
+}
+
 }  // namespace
 
 int main() {
   all<float>();
   all<double>();
+  pairs();
   return 0;
 }

@@ -340,6 +340,19 @@ def test_sharp_softmax_in_16_bits(
         assert_accurate(got, *truth_and_plain(ours, kwargs, return_lse=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-38, 1e-40])
+@pytest.mark.parametrize("tiny", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_numbers_around_the_smallest_normal_one(
+    tiny: tuple[int, ...], magnitude: float, dtype: torch.dtype
+) -> None:
+    """Products of bfloat16 pairs take what is below it for zero, as dense attention's do."""
+    args, _ = Case("tiny", 40, 100, 33, 31).make(dtype)
+    ours = tuple((x * (magnitude if n in tiny else 1)).requires_grad_() for n, x in enumerate(args))
+    got = evaluate(ae.attention, ours, {}, return_lse=True)
+    assert_accurate(got, *truth_and_plain(ours, {}, return_lse=True))
+
+
 def test_long_reduction_over_grouped_heads_in_16_bits() -> None:
     case = Case("group", 300, 33, 16, heads=16, kv_heads=1)
     args, _ = case.make(torch.bfloat16, requires_grad=True)

@@ -19,7 +19,7 @@ import torch
 
 import attention_ext
 from attention_ext import _build_info, _loader
-from tiers import ROOT, TIERS, run_python
+from tiers import ROOT, TIER_VARIABLE, TIERS, run_python
 
 PACKAGE = Path(attention_ext.__file__).resolve().parent
 LIBRARY = PACKAGE / "_C.abi3.so"
@@ -160,6 +160,39 @@ def test_the_report_names_the_build_and_the_tier_in_use(tier: str) -> None:
     assert int(lines["threads"]) >= 1
 
 
+def tier_in_use(**env: str) -> str:
+    others = {name: "" for name in (TIER_VARIABLE, "ATEN_CPU_CAPABILITY")}
+    code = "import attention_ext._ops as ops; print(ops.cpu_capability())"
+    return run_python(code, env=others | env).stdout.strip()
+
+
+def test_the_best_tier_is_chosen_and_avx512_bf16_where_it_is_fast() -> None:
+    """Its instruction is slower than float32's on processors that are not AMD's."""
+    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    fast = [tier for tier in TIERS if tier != "avx512_bf16" or amd]
+    assert tier_in_use() == fast[-1]
+
+
+@pytest.mark.parametrize("limit", ["default", "avx2", "avx512"])
+def test_torchs_variable_limits_the_tier(limit: str) -> None:
+    """Torch has no name for avx512_bf16: its avx512 lets that in."""
+    within = {
+        "default": ["baseline"],
+        "avx2": ["baseline", "avx2"],
+        "avx512": ["baseline", "avx2", "avx512", "avx512_bf16"],
+    }[limit]
+    unlimited = tier_in_use()
+    allowed = [tier for tier in TIERS if tier in within]
+    expected = unlimited if unlimited in allowed else allowed[-1]
+    assert tier_in_use(ATEN_CPU_CAPABILITY=limit) == expected
+
+
+@pytest.mark.parametrize("limit", ["default", "avx2"])
+def test_our_own_variable_picks_exactly(limit: str) -> None:
+    for tier in TIERS:
+        assert tier_in_use(**{TIER_VARIABLE: tier, "ATEN_CPU_CAPABILITY": limit}) == tier
+
+
 # --- The library file ---------------------------------------------------------------------------
 
 
@@ -238,7 +271,9 @@ def test_the_library_exports_no_kernel() -> None:
     exported = tool("nm", "-DC", "--defined-only", str(LIBRARY))
     assert "PyInit__C" in exported
     leaked = [
-        line for line in exported.splitlines() if re.search(r"::(baseline|avx2|avx512)::", line)
+        line
+        for line in exported.splitlines()
+        if re.search(rf"::({'|'.join(_build_info.TIERS)})::", line)
     ]
     assert leaked == []
 

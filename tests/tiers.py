@@ -28,6 +28,7 @@ def machine_tiers() -> list[str]:
         "baseline": True,
         "avx2": torch.cpu._is_avx2_supported(),
         "avx512": torch.cpu._is_avx512_supported(),
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
     }
     return [tier for tier in _build_info.TIERS if runs[tier]]
 

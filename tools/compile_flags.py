@@ -29,11 +29,12 @@ KERNEL_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AVX512_FLAGS += ["-mprefer-vector-width=512"]
+AVX512_BF16_FLAGS = [*AVX512_FLAGS, "-mavx512bf16"]
 
 # One set of kernels for each instruction set; which one runs is decided at run time.
 TIER_FLAGS: dict[str, list[str]] = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    TIER_FLAGS |= {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS}
+    TIER_FLAGS |= {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS, "avx512_bf16": AVX512_BF16_FLAGS}
 
 TIER_MACROS = [f"-DATTENTION_EXT_HAVE_{tier.upper()}" for tier in TIER_FLAGS if tier != "baseline"]
 

@@ -6,8 +6,10 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <type_traits>
 #include <vector>
 
+#include "kernels/half.h"
 #include "kernels/params.h"
 #include "kernels/philox.h"
 
@@ -20,12 +22,25 @@ struct Shape {
   int64_t batch, heads, kv_heads, rows, keys, size, value_size;
 };
 
+struct BFloat16 {
+  uint16_t bits;
+  BFloat16() = default;
+  explicit BFloat16(double x)
+      : bits(attention_ext::kernels::bfloat16_from_float(static_cast<float>(x))) {}
+  operator float() const { return attention_ext::kernels::bfloat16_to_float(bits); }
+};
+
+// What kernels of tensors of T compute in.
+template <class T>
+using Accumulation = std::conditional_t<sizeof(T) == 8, double, float>;
+
 // One call: every tensor contiguous (B, H, L, E) in exactly as much memory as it needs, so that a
 // sanitizer sees a step too far.
 template <class T>
 struct Call {
   Shape shape;
-  std::vector<T> query, key, value, bias, key_bias, sinks, slopes, grad;
+  std::vector<T> query, key, value, bias, key_bias, grad;
+  std::vector<Accumulation<T>> sinks, slopes;
   std::vector<uint8_t> mask, key_mask;
   BackwardParams params;
 };

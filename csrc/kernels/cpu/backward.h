@@ -46,16 +46,17 @@ void careful_accumulate(A&& left, const Operand<T>& b, const Target<T>& c, int64
   }
 }
 
-template <class T>
+template <class T, class In = T>
 struct Backward {
   static constexpr int W = kLanes<T>;
   const BackwardParams& p;
   const int64_t e_padded, ev_padded, range;
-  GradientTile<T> gradient;
-  QueryBlock<T> packed;
+  GradientTile<T, In> gradient;
+  QueryBlock<T, In> packed;
   // Copies, padded to whole vectors, of what cannot be read in place: Q and dO of the query block,
-  // K and V of the key block.
-  T *query_rows, *grad_rows, *key_rows, *value_rows;
+  // K and V of the key block. As pairs K serves the product with Q, in floats the one with dS.
+  T *query_rows, *grad_rows, *key_rows;
+  In *key_inputs, *value_rows;
   T *key_sums, *value_sums;   // of the range
   T *query_sums, *statistic;  // of the query block
   bool want_query, want_key, want_value, want_statistic, want_scores, want_bias;
@@ -89,10 +90,15 @@ struct Backward {
     const auto copy = [&](bool in_place, int64_t columns) {
       return arena.take<T>(in_place ? 0 : kBlock * columns);
     };
+    const auto copy_inputs = [&](const View& view, int64_t size) {
+      const bool in_place = Input<In>::in_place(view, size);
+      return arena.take<In>(in_place ? 0 : kBlock * Input<In>::padded(size));
+    };
     query_rows = copy(in_near_lanes<T>(p.query, p.qk_size), e_padded);
     grad_rows = copy(in_near_lanes<T>(p.grad_output, p.v_size), ev_padded);
     key_rows = copy(in_near_lanes<T>(p.key, p.qk_size), e_padded);
-    value_rows = copy(readable_in_place<T>(p.value), ev_padded);
+    key_inputs = std::is_same_v<T, In> ? nullptr : copy_inputs(p.key, p.qk_size);
+    value_rows = copy_inputs(p.value, p.v_size);
     const auto sums = [&](const View& view, int64_t columns, bool scaled) {
       return arena.take<T>(adds_in_place(view, columns, scaled) ? 0 : range * round_up(columns, W));
     };
@@ -225,14 +231,17 @@ struct Backward {
       have_queries = true;
       const Operand<T> key =
           key_operand(p.key, in_near_lanes<T>(p.key, p.qk_size), problem, h, p.qk_size, key_rows);
-      const Operand<T> value = p.value.defined()
-                                   ? key_operand(p.value, readable_in_place<T>(p.value), problem, h,
-                                                 p.v_size, value_rows)
-                                   : Operand<T>{nullptr, 0};
+      Operand<In> key_input, value{nullptr, 0};
+      if constexpr (std::is_same_v<T, In>) {
+        key_input = key;
+      } else {
+        key_input = input(p.key, problem, h, p.qk_size, key_inputs);
+      }
+      if (p.value.defined()) value = input(p.value, problem, h, p.v_size, value_rows);
       if (want_bias) {
         prefetch_rows<true>(Rows(p.grad_bias, problem.batch, h, i0, j0), nq, tile.nk);
       }
-      gradient.compute(p, problem, h, packed, key, value, want_scores, /*with_cap=*/true,
+      gradient.compute(p, problem, h, packed, key_input, value, want_scores, /*with_cap=*/true,
                        want_statistic ? statistic : nullptr);
       bool careful = false;
       if (tile.mixed) {
@@ -289,6 +298,13 @@ struct Backward {
     const Tile<T>& tile = gradient.tile;
     const Rows rows(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
     return operand_of<T>(rows, in_place, tile.nk, size, copy);
+  }
+
+  AE_INLINE Operand<In> input(const View& view, const Problem& problem, int64_t h, int64_t size,
+                              In* copy) const {
+    const Tile<T>& tile = gradient.tile;
+    const Rows rows(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
+    return Input<In>::operand(rows, Input<In>::in_place(view, size), tile.nk, size, copy);
   }
 
   // dV += P^T dO and dK += dS^T Q for the block whose first key is `row` of the range; the first

@@ -29,26 +29,21 @@ struct BiasPlan {
   }
 };
 
-template <class T>
+template <class T, class In = T>
 struct BiasGradient {
   static constexpr int W = kLanes<T>;
   const BackwardParams& p;
   const BiasPlan plan;
-  const int64_t e_padded, ev_padded;
-  GradientTile<T> gradient;
-  QueryBlock<T> packed;
-  T *key, *value;  // copies where K or V cannot be read in place
-  T* sums;         // [key of the tile][kBlock]
+  GradientTile<T, In> gradient;
+  QueryBlock<T, In> packed;
+  In *key, *value;  // copies where K or V cannot be read in place
+  T* sums;          // [key of the tile][kBlock]
 
-  AE_INLINE BiasGradient(const BackwardParams& params, Arena& arena)
-      : p(params),
-        plan(params),
-        e_padded(round_up(params.qk_size, W)),
-        ev_padded(round_up(params.v_size, W)) {
+  AE_INLINE BiasGradient(const BackwardParams& params, Arena& arena) : p(params), plan(params) {
     gradient.allocate(arena, p);
     packed.allocate(arena, p);
-    key = arena.take<T>(kBlock * e_padded);
-    value = arena.take<T>(kBlock * ev_padded);
+    key = arena.take<In>(kBlock * Input<In>::padded(p.qk_size));
+    value = arena.take<In>(kBlock * Input<In>::padded(p.v_size));
     sums = arena.take<T>(kBlock * kBiasKeyBlocks * kBlock);
   }
 
@@ -99,9 +94,9 @@ struct BiasGradient {
       if (!have_queries) packed.pack(p, problem, h, tile.i0, tile.nq, T{1});
       have_queries = true;
       const int64_t g = h / p.group();
-      const Operand<T> k = operand(p.key, problem, g, p.qk_size, key);
-      const Operand<T> v = p.value.defined() ? operand(p.value, problem, g, p.v_size, value)
-                                             : Operand<T>{nullptr, 0};
+      const Operand<In> k = operand(p.key, problem, g, p.qk_size, key);
+      const Operand<In> v = p.value.defined() ? operand(p.value, problem, g, p.v_size, value)
+                                              : Operand<In>{nullptr, 0};
       gradient.compute(p, problem, h, packed, k, v, /*want_grad=*/true, /*with_cap=*/false,
                        nullptr);
       T* const to = sums + (p.bias_size[3] == 1 ? 0 : (j0 - begin) * kBlock);
@@ -114,12 +109,12 @@ struct BiasGradient {
     }
   }
 
-  AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t g, int64_t size,
-                               T* copy) {
+  AE_INLINE Operand<In> operand(const View& view, const Problem& problem, int64_t g, int64_t size,
+                                In* copy) {
     const Rows rows(view, problem.batch, g, problem.k_begin + gradient.tile.j0, 0);
     // Decoding rows read whole vectors of K.
-    const bool in_place = decoding(p) ? in_lanes<T>(view, size) : readable_in_place<T>(view);
-    return operand_of<T>(rows, in_place, gradient.tile.nk, size, copy);
+    const bool in_place = decoding(p) ? in_lanes<T>(view, size) : Input<In>::in_place(view, size);
+    return Input<In>::operand(rows, in_place, gradient.tile.nk, size, copy);
   }
 
   void write(int64_t b, int64_t h, int64_t row_tile, int64_t key_tile) {

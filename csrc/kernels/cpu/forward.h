@@ -1,7 +1,7 @@
 // Fused attention forward: one query block against its key blocks with online softmax. Queries lie
 // in lanes: Q^T is packed once per block (scale folded in), K and V are read as scalar broadcasts
-// from their own rows, the softmax runs down the columns of S^T = K Q^T, and O^T += V^T P stays in
-// scratch until the end.
+// from their own rows (pairs of them: inputs.h), the softmax runs down the columns of S^T = K Q^T,
+// and O^T += V^T P stays in scratch until the end.
 //
 // Passes of a (query block, key block) pair, one strip of up to three vectors of queries at a time,
 // while K and V lie in L1/L2:
@@ -14,40 +14,53 @@
 // shows: then the block is computed again with every hidden pair left out of the sums (`careful`).
 #pragma once
 
+#include "kernels/cpu/inputs.h"
 #include "kernels/cpu/online_softmax.h"
 
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
-template <class T>
+template <class T, class In = T>
 struct Forward {
   const AttentionParams& p;
   Tile<T> tile;
   Partial<T> part;  // output O^T [Ev][kBlock]
-  T* query;         // Q^T [E][kBlock]
+  In* query;        // Q^T [E][kBlock]
   T* scores;        // S^T, then P^T [key][kBlock]
   T* scale;         // [kBlock], what the sums of older keys shrink by
-  T* rows;          // K or V block where it cannot be read in place
+  In* key_rows;     // K or V block where it cannot be read in place
+  T* value_rows;
   uint8_t* keep;
-  bool in_place;
-  bool fresh;  // nothing has been added to the output yet
+  bool together;  // K and V can be had at the same time; else their copies share one place
+  bool fresh;     // nothing has been added to the output yet
 
   static constexpr int W = kLanes<T>;
 
   AE_INLINE Forward(const AttentionParams& params, Arena& arena) : p(params) {
     tile.allocate(arena, p);
     part.allocate(arena, p.v_size * kBlock);
-    query = arena.take<T>(p.qk_size * kBlock);
+    query = arena.take<In>(Input<In>::depth(p.qk_size) * kBlock);
     scores = arena.take<T>(kBlock * kBlock);
     scale = arena.take<T>(kBlock);
-    in_place = readable_in_place<T>(p.key) && readable_in_place<T>(p.value);
-    rows = arena.take<T>(in_place ? 0 : kBlock * round_up(larger(p.qk_size, p.v_size), W));
+    if constexpr (std::is_same_v<T, In>) {
+      together = readable_in_place<T>(p.key) && readable_in_place<T>(p.value);
+      const int64_t columns = round_up(larger(p.qk_size, p.v_size), W);
+      key_rows = value_rows = arena.take<T>(together ? 0 : kBlock * columns);
+    } else {
+      together = true;
+      const bool in_place = Input<In>::in_place(p.key, p.qk_size);
+      key_rows = arena.take<In>(in_place ? 0 : kBlock * Input<In>::padded(p.qk_size));
+      value_rows = arena.take<T>(kBlock * round_up(p.v_size, W));
+    }
     keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
   }
 
-  AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t h, int64_t size) {
+  // The tile's rows of K or V, as products read them.
+  template <class U>
+  AE_INLINE Operand<U> operand(const View& view, const Problem& problem, int64_t h, int64_t size,
+                               U* copy) {
     const Rows source(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
-    return operand_of<T>(source, readable_in_place<T>(view), tile.nk, size, rows);
+    return Input<U>::operand(source, Input<U>::in_place(view, size), tile.nk, size, copy);
   }
 
   // O^T += V^T P with hidden pairs left out: for values that are not finite.
@@ -88,8 +101,8 @@ struct Forward {
                   int64_t& visited) {
     tile.i0 = i0;
     tile.nq = nq;
-    transpose_in<T>(Rows(p.query, problem.batch, h, problem.q_begin + i0, 0), nq, p.qk_size,
-                    static_cast<T>(p.scale), query, kBlock);
+    Input<In>::pack(Rows(p.query, problem.batch, h, problem.q_begin + i0, 0), nq, p.qk_size,
+                    static_cast<T>(p.scale), query);
     const bool met_mixed = run(problem, h, keys, /*careful=*/false, visited);
     if (met_mixed && !finite_output()) {
       int64_t again = 0;
@@ -137,9 +150,9 @@ struct Forward {
       keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep,
                    kBlock);
     }
-    const Operand<T> key = operand(p.key, problem, h, p.qk_size);
-    if (in_place) {
-      const Operand<T> value = operand(p.value, problem, h, p.v_size);
+    const Operand<In> key = operand(p.key, problem, h, p.qk_size, key_rows);
+    if (together) {
+      const Operand<T> value = operand(p.value, problem, h, p.v_size, value_rows);
       for_strips<kStripVectors>(vectors, [&]<int NV>(int v) {
         probabilities<NV>(problem, h, key, v * W, adjust);
         values<NV>(value, v * W, careful);
@@ -148,19 +161,19 @@ struct Forward {
     }
     for_strips<kStripVectors>(
         vectors, [&]<int NV>(int v) { probabilities<NV>(problem, h, key, v * W, adjust); });
-    const Operand<T> value = operand(p.value, problem, h, p.v_size);  // takes the place of the keys
+    // Takes the place of the keys.
+    const Operand<T> value = operand(p.value, problem, h, p.v_size, value_rows);
     for_strips<kStripVectors>(vectors, [&]<int NV>(int v) { values<NV>(value, v * W, careful); });
   }
 
   template <int NV>
-  AE_INLINE void probabilities(const Problem& problem, int64_t h, const Operand<T>& key, int64_t x,
+  AE_INLINE void probabilities(const Problem& problem, int64_t h, const Operand<In>& key, int64_t x,
                                bool adjust) {
     const KeyRange keys = tile.strip_keys(x, NV * W);
     if (keys.begin >= keys.end) return;
-    multiply_panel<T, NV, Start::kZero, Read::kRows>(
-        key.data + keys.begin * key.stride, key.stride, query + x, kBlock,
-        scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr,
-        Band{});
+    multiply_inputs<T, NV>(key.data + keys.begin * key.stride, key.stride, query + x,
+                           scores + keys.begin * kBlock + x, keys.end - keys.begin, p.qk_size,
+                           static_cast<T>(p.scale));
     if (adjust) adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);
     softmax_strip<T, NV>(scores, scale, part, x, keys);
     if (p.dropout.threshold != 0) drop_strip<T, NV>(scores, keep, x, keys);

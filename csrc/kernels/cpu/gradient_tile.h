@@ -4,6 +4,7 @@
 // takes the place of dP.
 #pragma once
 
+#include "kernels/cpu/inputs.h"
 #include "kernels/cpu/row_scores.h"
 
 namespace attention_ext::kernels {
@@ -45,16 +46,17 @@ void row_deltas(const BackwardParams& p, int64_t b, int64_t h, int64_t i, int64_
 
 // The query side of a block, packed once and used against many keys. `factor` multiplies dO and
 // delta, and so dS: the scale of the scores, where dS serves the gradients of Q and K alone.
-template <class T>
+template <class T, class In = T>
 struct QueryBlock {
-  T* query;                   // scale Q^T [E][kBlock]
-  T* grad;                    // factor dO^T [Ev][kBlock]
+  In* query;                  // scale Q^T [E][kBlock]
+  In* grad;                   // factor dO^T [Ev][kBlock]
   T* rows;                    // scale Q [row][padded], for decoding rows
   T *lse, *residual, *delta;  // [kBlock]
+  T grad_factor;              // the factor, which pairs do not hold
 
   AE_INLINE void allocate(Arena& arena, const BackwardParams& p) {
-    query = arena.take<T>(p.qk_size * kBlock);
-    grad = arena.take<T>(p.v_size * kBlock);
+    query = arena.take<In>(Input<In>::depth(p.qk_size) * kBlock);
+    grad = arena.take<In>(Input<In>::depth(p.v_size) * kBlock);
     rows = arena.take<T>(decoding(p) ? kDecodeRows * round_up(p.qk_size, kLanes<T>) : 0);
     lse = arena.take<T>(kBlock);
     residual = arena.take<T>(kBlock);
@@ -64,16 +66,16 @@ struct QueryBlock {
   void pack(const BackwardParams& p, const Problem& problem, int64_t h, int64_t i0, int64_t nq,
             T factor) {
     const int64_t i = problem.q_begin + i0;
-    transpose_in<T>(Rows(p.query, problem.batch, h, i, 0), nq, p.qk_size, static_cast<T>(p.scale),
-                    query, kBlock);
+    Input<In>::pack(Rows(p.query, problem.batch, h, i, 0), nq, p.qk_size, static_cast<T>(p.scale),
+                    query);
     if (decoding(p)) {
       copy_scaled<T>(Rows(p.query, problem.batch, h, i, 0), nq, p.qk_size, static_cast<T>(p.scale),
                      rows, round_up(p.qk_size, kLanes<T>));
     }
     if (p.grad_output.defined()) {
-      transpose_in<T>(Rows(p.grad_output, problem.batch, h, i, 0), nq, p.v_size, factor, grad,
-                      kBlock);
+      Input<In>::pack(Rows(p.grad_output, problem.batch, h, i, 0), nq, p.v_size, factor, grad);
     }
+    grad_factor = factor;
     row_deltas<T>(p, problem.batch, h, i, nq, delta);
     for (int64_t x = 0; x < kBlock; ++x) {
       const bool real = x < nq;
@@ -84,7 +86,7 @@ struct QueryBlock {
   }
 };
 
-template <class T>
+template <class T, class In = T>
 struct GradientTile {
   static constexpr int W = kLanes<T>;
   Tile<T> tile;
@@ -111,15 +113,17 @@ struct GradientTile {
   // Both tiles for the classified block. want_grad: dS is needed; with_cap: dS goes through
   // softcap's slope (it does for Q and K, not for the bias, which is added behind it). `statistic`,
   // if given, loses the sum over keys of dS (without that slope).
-  void compute(const BackwardParams& p, const Problem& problem, int64_t h, const QueryBlock<T>& q,
-               const Operand<T>& key, const Operand<T>& value, bool want_grad, bool with_cap,
-               T* statistic) {
+  void compute(const BackwardParams& p, const Problem& problem, int64_t h,
+               const QueryBlock<T, In>& q, const Operand<In>& key, const Operand<In>& value,
+               bool want_grad, bool with_cap, T* statistic) {
     if (p.dropout.threshold != 0) {
       keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep,
                    kBlock);
     }
     if (p.grad_weights.defined() && want_grad) load_weights_grad(p, problem, h);
-    if (decoding(p)) score_tile<T>(q.rows, round_up(p.qk_size, W), key, tile, probabilities);
+    if constexpr (std::is_same_v<T, In>) {
+      if (decoding(p)) score_tile<T>(q.rows, round_up(p.qk_size, W), key, tile, probabilities);
+    }
     for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
       strip<NV>(p, problem, h, q, key, value, v * W, want_grad, with_cap, statistic);
     });
@@ -127,24 +131,23 @@ struct GradientTile {
 
   template <int NV>
   AE_INLINE void strip(const BackwardParams& p, const Problem& problem, int64_t h,
-                       const QueryBlock<T>& q, const Operand<T>& key, const Operand<T>& value,
+                       const QueryBlock<T, In>& q, const Operand<In>& key, const Operand<In>& value,
                        int64_t x, bool want_grad, bool with_cap, T* statistic) {
     const KeyRange keys = tile.strip_keys(x, NV * W);
     clear<NV>(probabilities + x, want_grad ? scores_grad + x : nullptr, keys);
     if (keys.begin >= keys.end) return;
     const int64_t count = keys.end - keys.begin;
     if (!decoding(p)) {
-      multiply_panel<T, NV, Start::kZero, Read::kRows>(
-          key.data + keys.begin * key.stride, key.stride, q.query + x, kBlock,
-          probabilities + keys.begin * kBlock + x, kBlock, count, p.qk_size, nullptr, Band{});
+      multiply_inputs<T, NV>(key.data + keys.begin * key.stride, key.stride, q.query + x,
+                             probabilities + keys.begin * kBlock + x, count, p.qk_size,
+                             static_cast<T>(p.scale));
     }
     if (want_grad && !p.grad_output.defined() && !p.grad_weights.defined()) {
       for_scores<T, NV>(scores_grad + x, kBlock, keys,
                         [](Vec<T>, int64_t, int64_t) { return Vec<T>{}; });
     } else if (want_grad && p.grad_output.defined()) {
-      multiply_panel<T, NV, Start::kZero, Read::kRows>(
-          value.data + keys.begin * value.stride, value.stride, q.grad + x, kBlock,
-          scores_grad + keys.begin * kBlock + x, kBlock, count, p.v_size, nullptr, Band{});
+      multiply_inputs<T, NV>(value.data + keys.begin * value.stride, value.stride, q.grad + x,
+                             scores_grad + keys.begin * kBlock + x, count, p.v_size, q.grad_factor);
     }
     const bool adjust = needs_adjusting(p, tile);
     if (adjust) {
@@ -174,8 +177,8 @@ struct GradientTile {
   // P = exp((s - lse) - residual), dS = P (dP - delta). Hidden pairs are selected away, never
   // multiplied by zero.
   template <int NV, bool kGeneral>
-  __attribute__((noinline)) void finish(const BackwardParams& p, const QueryBlock<T>& q, int64_t x,
-                                        KeyRange keys, bool want_grad, bool with_cap,
+  __attribute__((noinline)) void finish(const BackwardParams& p, const QueryBlock<T, In>& q,
+                                        int64_t x, KeyRange keys, bool want_grad, bool with_cap,
                                         T* statistic) {
     const bool drop = kGeneral && p.dropout.threshold != 0;
     const bool cap_slope = kGeneral && with_cap && p.softcap > 0;

@@ -15,11 +15,15 @@ enum class Start { kZero, kAdd, kScale };
 // How A is read: A(i, k) = a[i * lda + k] (rows), or a[k * lda + i] (columns).
 enum class Read { kRows, kColumns };
 
+// A and B hold numbers of type In, which is T or, in the tier that multiplies bfloat16, pairs of
+// such numbers. Pairs are inputs as they are, so the factor of the product multiplies its result:
+// *scale, the same in all lanes.
+
 // One tile of MR rows and NV vectors. Few base pointers and constant multiples of one stride: gcc
 // otherwise keeps a pointer per row and spills (the file is compiled with -fno-ivopts for the same
 // reason).
-template <class T, int MR, int NV, Start kStart, Read kRead>
-AE_INLINE void multiply_tile(const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
+template <class T, int MR, int NV, Start kStart, Read kRead, class In = T>
+AE_INLINE void multiply_tile(const In* a, int64_t lda, const In* b, int64_t ldb, T* c, int64_t ldc,
                              int64_t depth, const Vec<T>* scale) {
   constexpr int W = kLanes<T>;
   Vec<T> acc[MR][NV];
@@ -36,24 +40,29 @@ AE_INLINE void multiply_tile(const T* a, int64_t lda, const T* b, int64_t ldb, T
   }
   for (int64_t k = 0; k < depth; ++k) {
     if constexpr (NV <= MR) {
-      Vec<T> right[NV];
+      Vec<In> right[NV];
       AE_UNROLL for (int v = 0; v < NV; ++v) right[v] = load(b + v * W);
       AE_UNROLL for (int i = 0; i < MR; ++i) {
-        const Vec<T> left = broadcast(kRead == Read::kRows ? a[i * lda] : a[i]);
+        const Vec<In> left = broadcast(kRead == Read::kRows ? a[i * lda] : a[i]);
         AE_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] = fma(left, right[v], acc[i][v]);
       }
     } else {
-      Vec<T> left[MR];
+      Vec<In> left[MR];
       AE_UNROLL for (int i = 0; i < MR; ++i) {
         left[i] = broadcast(kRead == Read::kRows ? a[i * lda] : a[i]);
       }
       AE_UNROLL for (int v = 0; v < NV; ++v) {
-        const Vec<T> right = load(b + v * W);
+        const Vec<In> right = load(b + v * W);
         AE_UNROLL for (int i = 0; i < MR; ++i) acc[i][v] = fma(left[i], right, acc[i][v]);
       }
     }
     a += kRead == Read::kRows ? 1 : lda;
     b += ldb;
+  }
+  if constexpr (!std::is_same_v<In, T>) {
+    AE_UNROLL for (int i = 0; i < MR; ++i) {
+      AE_UNROLL for (int v = 0; v < NV; ++v) acc[i][v] *= *scale;
+    }
   }
   AE_UNROLL for (int i = 0; i < MR; ++i) {
     AE_UNROLL for (int v = 0; v < NV; ++v) store(c + i * ldc + v * W, acc[i][v]);
@@ -73,8 +82,8 @@ struct Band {
 };
 
 // C rows [0, rows) of NV vectors.
-template <class T, int NV, Start kStart, Read kRead>
-__attribute__((noinline)) void multiply_panel(const T* a, int64_t lda, const T* b, int64_t ldb,
+template <class T, int NV, Start kStart, Read kRead, class In = T>
+__attribute__((noinline)) void multiply_panel(const In* a, int64_t lda, const In* b, int64_t ldb,
                                               T* c, int64_t ldc, int64_t rows, int64_t depth,
                                               const Vec<T>* scale, Band band) {
   constexpr int MR = kTileRows<NV>;

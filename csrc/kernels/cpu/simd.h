@@ -323,5 +323,29 @@ AE_INLINE Vec<uint64_t> multiply_low_halves(Vec<uint64_t> a, Vec<uint64_t> b) {
 #endif
 }
 
+// ---- pairs of bfloat16
+// ------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512BF16__)
+// Two adjacent bfloat16 numbers of a tensor: one 32-bit lane, at any even address.
+struct BFloat16Pair {
+  uint16_t first, second;
+};
+template <>
+struct VecOf<BFloat16Pair> {
+  typedef uint32_t type __attribute__((vector_size(kVectorBytes)));
+};
+AE_INLINE Vec<BFloat16Pair> broadcast(const BFloat16Pair& pair) {
+  int32_t bits;
+  __builtin_memcpy(&bits, &pair, 4);
+  return (Vec<BFloat16Pair>)_mm512_set1_epi32(bits);
+}
+// c + a.first b.first + a.second b.second: exact products, sums rounded to float. Numbers below
+// the smallest normal one count as zero, in a, b and the sums.
+AE_INLINE Vec<float> fma(Vec<BFloat16Pair> a, Vec<BFloat16Pair> b, Vec<float> c) {
+  return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+}
+#endif
+
 }  // namespace ATTENTION_EXT_TIER
 }  // namespace attention_ext::kernels

@@ -3,6 +3,7 @@
 // asked for it.
 #pragma once
 
+#include "kernels/cpu/inputs.h"
 #include "kernels/cpu/row_scores.h"
 
 namespace attention_ext::kernels {
@@ -11,28 +12,29 @@ namespace ATTENTION_EXT_TIER {
 // Keys an item holds at a time: the queries are packed once for them.
 constexpr int64_t kWeightsKeyBlocks = 8;
 
-template <class T>
+template <class T, class In = T>
 struct Weights {
   static constexpr int W = kLanes<T>;
   const WeightsParams& p;
   Tile<T> tile;
-  T* query;  // scale Q^T [E][kBlock], or scale Q [row][padded] for decoding rows
-  T *lse, *residual, *rows, *scores, *sums;
+  In* query;  // scale Q^T [E][kBlock], or scale Q [row][padded] for decoding rows
+  In* rows;   // K block where it cannot be read in place
+  T *lse, *residual, *scores, *sums;
   uint8_t* keep;
 
   AE_INLINE Weights(const WeightsParams& params, Arena& arena) : p(params) {
     tile.allocate(arena, p);
-    query = arena.take<T>(larger(p.qk_size, W) * kBlock);
+    query = arena.take<In>(larger(p.qk_size, W) * kBlock);
     lse = arena.take<T>(kBlock);
     residual = arena.take<T>(kBlock);
-    rows = arena.take<T>(in_place() ? 0 : kBlock * round_up(p.qk_size, W));
+    rows = arena.take<In>(in_place() ? 0 : kBlock * Input<In>::padded(p.qk_size));
     scores = arena.take<T>(kBlock * kBlock);
     sums = arena.take<T>(kWeightsKeyBlocks * kBlock * kBlock);
     keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
   }
 
   AE_INLINE bool in_place() const {
-    return decoding(p) ? in_lanes<T>(p.key, p.qk_size) : readable_in_place<T>(p.key);
+    return decoding(p) ? in_lanes<T>(p.key, p.qk_size) : Input<In>::in_place(p.key, p.qk_size);
   }
 
   // Rows [i0, i0 + nq) of head h, or of the mean over all heads.
@@ -60,10 +62,10 @@ struct Weights {
     if (pack) {
       const Rows source(p.query, problem.batch, h, problem.q_begin + tile.i0, 0);
       const T scale = static_cast<T>(p.scale);
-      if (decoding(p)) {
+      if (!decoding(p)) {
+        Input<In>::pack(source, tile.nq, p.qk_size, scale, query);
+      } else if constexpr (std::is_same_v<T, In>) {
         copy_scaled<T>(source, tile.nq, p.qk_size, scale, query, round_up(p.qk_size, W));
-      } else {
-        transpose_in<T>(source, tile.nq, p.qk_size, scale, query, kBlock);
       }
       for (int64_t x = 0; x < kBlock; ++x) {
         const int64_t i = problem.q_begin + tile.i0 + x;
@@ -79,8 +81,10 @@ struct Weights {
         keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, j0, tile.nk, keep, kBlock);
       }
       const Rows source(p.key, problem.batch, h / p.group(), problem.k_begin + j0, 0);
-      const Operand<T> key = operand_of<T>(source, in_place(), tile.nk, p.qk_size, rows);
-      if (decoding(p)) score_tile<T>(query, round_up(p.qk_size, W), key, tile, scores);
+      const Operand<In> key = Input<In>::operand(source, in_place(), tile.nk, p.qk_size, rows);
+      if constexpr (std::is_same_v<T, In>) {
+        if (decoding(p)) score_tile<T>(query, round_up(p.qk_size, W), key, tile, scores);
+      }
       for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
         strip<NV>(problem, h, key, v * W, sums + (j0 - begin) * kBlock);
       });
@@ -88,14 +92,14 @@ struct Weights {
   }
 
   template <int NV>
-  AE_INLINE void strip(const Problem& problem, int64_t h, const Operand<T>& key, int64_t x, T* to) {
+  AE_INLINE void strip(const Problem& problem, int64_t h, const Operand<In>& key, int64_t x,
+                       T* to) {
     const KeyRange keys = tile.strip_keys(x, NV * W);
     if (keys.begin >= keys.end) return;
     if (!decoding(p)) {
-      multiply_panel<T, NV, Start::kZero, Read::kRows>(
-          key.data + keys.begin * key.stride, key.stride, query + x, kBlock,
-          scores + keys.begin * kBlock + x, kBlock, keys.end - keys.begin, p.qk_size, nullptr,
-          Band{});
+      multiply_inputs<T, NV>(key.data + keys.begin * key.stride, key.stride, query + x,
+                             scores + keys.begin * kBlock + x, keys.end - keys.begin, p.qk_size,
+                             static_cast<T>(p.scale));
     }
     if (needs_adjusting(p, tile)) {
       adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);

@@ -47,10 +47,10 @@ int64_t measure(const BackwardParams& p) {
   return arena.used;
 }
 
-template <class T>
+template <class T, class In = T>
 void keys(const BackwardParams& p, BackwardState& state, WorkQueue& queue, void* memory) {
   Arena arena{static_cast<char*>(memory)};
-  Backward<T> kernel(p, arena);
+  Backward<T, In> kernel(p, arena);
   kernel.state = &state;
   kernel.queue = &queue;
   int64_t visited = 0;
@@ -60,10 +60,10 @@ void keys(const BackwardParams& p, BackwardState& state, WorkQueue& queue, void*
   if (p.visited != nullptr) p.visited->fetch_add(visited);
 }
 
-template <class T>
+template <class T, class In = T>
 void bias(const BackwardParams& p, WorkQueue& queue, void* memory) {
   Arena arena{static_cast<char*>(memory)};
-  BiasGradient<T> kernel(p, arena);
+  BiasGradient<T, In> kernel(p, arena);
   queue.for_each([&](int64_t item) { kernel.item(item); });
 }
 
@@ -72,6 +72,33 @@ void bias(const BackwardParams& p, WorkQueue& queue, void* memory) {
 int64_t backward_items(const BackwardParams& p) {
   return p.problems * p.kv_heads * backward_ranges(p);
 }
+int64_t bias_gradient_items(const BackwardParams& p) { return BiasPlan(p).items(p); }
+
+#if defined(__AVX512BF16__)
+
+int64_t backward_scratch(const BackwardParams& p) {
+  return has_kernels_for(p) ? measure<float, Backward<float, BFloat16Pair>>(p)
+                            : avx512::kKernels.backward_scratch(p);
+}
+void backward(const BackwardParams& p, BackwardState& state, WorkQueue& queue, void* memory) {
+  const auto kernel = has_kernels_for(p) ? keys<float, BFloat16Pair> : avx512::kKernels.backward;
+  kernel(p, state, queue, memory);
+}
+int64_t bias_gradient_scratch(const BackwardParams& p) {
+  return has_kernels_for(p) ? measure<float, BiasGradient<float, BFloat16Pair>>(p)
+                            : avx512::kKernels.bias_gradient_scratch(p);
+}
+void bias_gradient(const BackwardParams& p, WorkQueue& queue, void* memory) {
+  const auto kernel =
+      has_kernels_for(p) ? bias<float, BFloat16Pair> : avx512::kKernels.bias_gradient;
+  kernel(p, queue, memory);
+}
+void sink_gradient(const BackwardParams& p, WorkQueue& queue) {
+  avx512::kKernels.sink_gradient(p, queue);
+}
+
+#else
+
 int64_t backward_scratch(const BackwardParams& p) {
   return p.type == ScalarType::kFloat64 ? measure<double, Backward<double>>(p)
                                         : measure<float, Backward<float>>(p);
@@ -81,7 +108,6 @@ void backward(const BackwardParams& p, BackwardState& state, WorkQueue& queue, v
                                  : keys<float>(p, state, queue, memory);
 }
 
-int64_t bias_gradient_items(const BackwardParams& p) { return BiasPlan(p).items(p); }
 int64_t bias_gradient_scratch(const BackwardParams& p) {
   return p.type == ScalarType::kFloat64 ? measure<double, BiasGradient<double>>(p)
                                         : measure<float, BiasGradient<float>>(p);
@@ -93,6 +119,8 @@ void bias_gradient(const BackwardParams& p, WorkQueue& queue, void* memory) {
 void sink_gradient(const BackwardParams& p, WorkQueue& queue) {
   p.type == ScalarType::kFloat64 ? sink<double>(p, queue) : sink<float>(p, queue);
 }
+
+#endif
 
 }  // namespace ATTENTION_EXT_TIER
 }  // namespace attention_ext::kernels

@@ -27,4 +27,19 @@ void weights(const WeightsParams&, WorkQueue&, void* scratch);
 double fma_loop(bool double_precision, int64_t repeats);
 
 }  // namespace ATTENTION_EXT_TIER
+
+#if defined(__AVX512BF16__)
+// This tier has kernels of its own for bfloat16 and more rows than decoding has. For all else it
+// calls avx512's, which are not compiled again.
+namespace avx512 {
+extern const CpuKernels kKernels;
+}
+namespace ATTENTION_EXT_TIER {
+AE_INLINE bool has_kernels_for(const AttentionParams& p) {
+  return p.type == ScalarType::kBFloat16 && !decoding(p);
+}
+double pair_loop(int64_t repeats);  // as fma_loop, of products of pairs
+}  // namespace ATTENTION_EXT_TIER
+#endif
+
 }  // namespace attention_ext::kernels

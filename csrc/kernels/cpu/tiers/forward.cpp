@@ -7,12 +7,18 @@ namespace ATTENTION_EXT_TIER {
 
 namespace {
 
-template <class T>
+template <class T, class In = T>
 int64_t scratch(const AttentionParams& p) {
-  Arena long_queries{nullptr}, short_queries{nullptr};
-  Forward<T> forward(p, long_queries);
+  Arena arena{nullptr};
+  Forward<T, In> forward(p, arena);
+  return arena.used;
+}
+
+template <class T>
+int64_t scratch_of_either(const AttentionParams& p) {
+  Arena short_queries{nullptr};
   if (decoding(p)) Decode<T> decode(p, short_queries);
-  return larger(long_queries.used, short_queries.used);
+  return larger(scratch<T>(p), short_queries.used);
 }
 
 AE_INLINE KeyRange split_keys(const AttentionParams& p, const Problem& problem, int64_t split) {
@@ -41,10 +47,10 @@ void decode(const AttentionParams& p, void* partials, WorkQueue& queue, void* me
   if (p.visited != nullptr) p.visited->fetch_add(visited);
 }
 
-template <class T>
+template <class T, class In = T>
 void run(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {
   Arena arena{static_cast<char*>(memory)};
-  Forward<T> forward(p, arena);
+  Forward<T, In> forward(p, arena);
   const int64_t splits = forward_splits(p);
   int64_t visited = 0;
   queue.for_each([&](int64_t item) {
@@ -83,8 +89,27 @@ int64_t forward_items(const AttentionParams& p) {
   return query_blocks(p) * p.heads * forward_splits(p);
 }
 
+#if defined(__AVX512BF16__)
+
 int64_t forward_scratch(const AttentionParams& p) {
-  return p.type == ScalarType::kFloat64 ? scratch<double>(p) : scratch<float>(p);
+  const int64_t others = avx512::kKernels.forward_scratch(p);  // forward_join takes it, too
+  return has_kernels_for(p) ? larger(others, scratch<float, BFloat16Pair>(p)) : others;
+}
+
+void forward(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {
+  const auto kernel = has_kernels_for(p) ? run<float, BFloat16Pair> : avx512::kKernels.forward;
+  kernel(p, partials, queue, memory);
+}
+
+void forward_join(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {
+  avx512::kKernels.forward_join(p, partials, queue, memory);
+}
+
+#else
+
+int64_t forward_scratch(const AttentionParams& p) {
+  return p.type == ScalarType::kFloat64 ? scratch_of_either<double>(p)
+                                        : scratch_of_either<float>(p);
 }
 
 void forward(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {
@@ -98,6 +123,8 @@ void forward_join(const AttentionParams& p, void* partials, WorkQueue& queue, vo
   if (p.type == ScalarType::kFloat64) return join<double>(p, partials, queue, memory);
   join<float>(p, partials, queue, memory);
 }
+
+#endif
 
 }  // namespace ATTENTION_EXT_TIER
 }  // namespace attention_ext::kernels
