@@ -417,6 +417,15 @@ def test_each_tensor_may_have_strides_of_its_own(
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [23, 24])
+def test_what_lies_beside_a_row_is_not_felt(size: int, dtype: torch.dtype) -> None:
+    args, _ = Case("beside", 33, 100, size).make(dtype)
+    views = [torch.full((*x.shape[:-1], 26), math.nan).to(dtype) for x in args]
+    inside = [view[..., :size].copy_(x) for view, x in zip(views, args, strict=True)]
+    torch.testing.assert_close(ae.attention(*inside), ae.attention(*args))
+
+
 def _huge(elements: int, dtype: str) -> Tensor:
     """Zeros whose pages are not touched."""
     return torch.from_numpy(np.zeros(elements, dtype=dtype))
