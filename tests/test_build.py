@@ -61,6 +61,7 @@ def copy_of_package(folder: Path, *, built_for: str | None = None, library: bool
     return package
 
 
+@pytest.mark.slow
 def test_a_library_built_for_another_torch_is_refused_with_both_versions(tmp_path: Path) -> None:
     copy_of_package(tmp_path, built_for="1.99.3+cpu")
     done = run_python("import attention_ext", cwd=tmp_path, check=False)
@@ -80,6 +81,7 @@ def test_only_another_minor_version_is_another_torch() -> None:
         _loader.check_torch("2.13.0", False, "2.13.0", True)
 
 
+@pytest.mark.slow
 def test_a_missing_library_says_how_to_build_it(tmp_path: Path) -> None:
     package = copy_of_package(tmp_path, library=False)
     done = run_python("import attention_ext", cwd=tmp_path, check=False)
@@ -88,6 +90,7 @@ def test_a_missing_library_says_how_to_build_it(tmp_path: Path) -> None:
     assert "python setup.py build_ext --inplace" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_library_is_reported_with_what_the_system_said(tmp_path: Path) -> None:
     package = copy_of_package(tmp_path)
     (package / LIBRARY.name).write_bytes(b"not a library")
@@ -97,6 +100,7 @@ def test_a_file_that_is_no_library_is_reported_with_what_the_system_said(tmp_pat
     assert "the loader said:" in done.stderr
 
 
+@pytest.mark.slow
 def test_reloading_and_loading_twice_are_harmless() -> None:
     run_python(
         "import importlib, sys, torch, attention_ext\n"
@@ -109,6 +113,7 @@ def test_reloading_and_loading_twice_are_harmless() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_library_loaded_by_hand_first_is_used() -> None:
     run_python(
         f"import torch; torch.ops.load_library({str(LIBRARY)!r})\n"
@@ -120,6 +125,7 @@ def test_a_library_loaded_by_hand_first_is_used() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_second_copy_in_one_process_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     package = copy_of_package(tmp_path)
     done = run_python(
@@ -143,6 +149,7 @@ def test_a_second_copy_in_one_process_is_refused_and_the_first_goes_on(tmp_path:
 # --- The report ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_report_names_the_build_and_the_tier_in_use(tier: str) -> None:
     done = run_python(
@@ -362,6 +369,7 @@ def compiled(output: str) -> set[str]:
     return set(re.findall(r"\] (\S+)\.o$", output, flags=re.M))
 
 
+@pytest.mark.slow
 def test_a_build_repeats_only_what_a_change_touches(small_tree: Path) -> None:
     first = build(small_tree)
     tiers = {f"kernels/cpu/tiers/probe.cpp.{tier}" for tier in _build_info.TIERS}
@@ -373,6 +381,7 @@ def test_a_build_repeats_only_what_a_change_touches(small_tree: Path) -> None:
     assert (small_tree / "attention_ext/_C.abi3.so").is_file()
 
 
+@pytest.mark.slow
 def test_another_torch_rebuilds_the_glue(small_tree: Path, tmp_path: Path) -> None:
     build(small_tree)
     fake = tmp_path / "site" / "torch"
@@ -389,6 +398,7 @@ def test_another_torch_rebuilds_the_glue(small_tree: Path, tmp_path: Path) -> No
     assert "TORCH_VERSION: str = '2.99.1+fake'" in info
 
 
+@pytest.mark.slow
 def test_cuda_wanted_but_impossible_ends_the_build_with_the_reason(small_tree: Path) -> None:
     output = build(small_tree, ATTENTION_EXT_CUDA="on")
     assert output.startswith("status 1")
@@ -397,6 +407,7 @@ def test_cuda_wanted_but_impossible_ends_the_build_with_the_reason(small_tree: P
     assert "must be auto, on or off, got 'yes'" in build(small_tree, ATTENTION_EXT_CUDA="yes")
 
 
+@pytest.mark.slow
 def test_a_compiler_error_ends_the_build_with_its_place(small_tree: Path) -> None:
     (small_tree / "csrc/broken.cpp").write_text("int broken() { return }\n")
     output = build(small_tree)
@@ -405,6 +416,7 @@ def test_a_compiler_error_ends_the_build_with_its_place(small_tree: Path) -> Non
     assert "the compilation failed" in output
 
 
+@pytest.mark.slow
 def test_a_wheel_serves_every_python_and_pins_the_torch_it_was_built_for(small_tree: Path) -> None:
     done = subprocess.run(
         [
@@ -436,6 +448,7 @@ def test_a_wheel_serves_every_python_and_pins_the_torch_it_was_built_for(small_t
     assert requires == [f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"]
 
 
+@pytest.mark.slow
 def test_a_source_archive_holds_the_cpp_and_no_binary(small_tree: Path) -> None:
     build(small_tree)
     subprocess.run(

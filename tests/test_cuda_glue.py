@@ -27,6 +27,7 @@ from tables import expected
 
 FLOAT32, BFLOAT16, FLOAT64 = torch.float32, torch.bfloat16, torch.float64
 
+pytestmark = pytest.mark.slow  # the glue is compiled against headers of torch
 emulated = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be made")
 
 # What differs between calls for the glue; the kernels' own variety is test_cuda_simt.py's.

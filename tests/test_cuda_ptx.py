@@ -31,7 +31,10 @@ from cuda_ptx import (
     why_not,
 )
 
-pytestmark = pytest.mark.skipif(why_not() != "", reason=why_not())
+pytestmark = [
+    pytest.mark.slow,  # the programs are followed instruction by instruction
+    pytest.mark.skipif(why_not() != "", reason=why_not()),
+]
 
 CONFORMANCE = ROOT / "tests" / "cuda" / "conformance"
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

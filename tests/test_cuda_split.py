@@ -22,7 +22,10 @@ from cuda_emulation import (
     emulator,
 )
 
-pytestmark = pytest.mark.skipif(not can_compile(), reason=NO_COMPILER)
+pytestmark = [
+    pytest.mark.slow,  # compiling takes most of a minute
+    pytest.mark.skipif(not can_compile(), reason=NO_COMPILER),
+]
 
 ONE = {"batch": (1,), "heads": 2}
 CASES = [
@@ -194,7 +197,6 @@ def test_dropout_drops_what_the_cpu_drops(first_key: int) -> None:
 SANITIZED = ("rows_of_two_heads_in_a_tile", "sinks", "everything")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not can_sanitize(), reason=NO_SANITIZER)
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 @pytest.mark.parametrize("name", SANITIZED)
@@ -204,7 +206,6 @@ def test_sanitizers_find_nothing(name: str, sanitizer: str) -> None:
         torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not can_sanitize(), reason=NO_SANITIZER)
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing_where_parts_are_computed_again(sanitizer: str) -> None:

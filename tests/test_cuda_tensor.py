@@ -21,7 +21,10 @@ from cuda_emulation import (
     emulator,
 )
 
-pytestmark = pytest.mark.skipif(not can_compile(), reason=NO_COMPILER)
+pytestmark = [
+    pytest.mark.slow,  # compiling takes most of a minute
+    pytest.mark.skipif(not can_compile(), reason=NO_COMPILER),
+]
 
 # Layouts whose rows cannot be copied 16 bytes at a time go to the SIMT kernels.
 TAKEN = ("contiguous", "heads_last", "expanded")
@@ -107,7 +110,6 @@ def test_dropout_of_a_shard_is_that_of_the_whole() -> None:
 SANITIZED = ("everything-64", "mask_full-64", "grouped-64", "causal_bottom_right-64")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not can_sanitize(), reason=NO_SANITIZER)
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 @pytest.mark.parametrize("name", SANITIZED)

@@ -73,6 +73,7 @@ def test_mean_weights_backward() -> None:
     assert growth < 256 + 128, f"{growth} MiB; the weights of all heads would be {BUFFER}"
 
 
+@pytest.mark.slow
 def test_key_mask_adds_nothing() -> None:
     """(B, S) stays (B, S): no copy per head or row."""
     given = "seen = torch.rand(1, 2048) > 0.2"
@@ -80,12 +81,14 @@ def test_key_mask_adds_nothing() -> None:
     assert growth < 32, f"{growth} MiB"
 
 
+@pytest.mark.slow
 def test_expanded_mask_is_read_where_it_is() -> None:
     given = "mask = (torch.rand(2048, 1) > 0.2).expand(1, 8, 2048, 2048)"
     growth = _growth("ae.attention(q, k, v, mask).sum().backward()", given, True, 2048)
     assert growth < 32, f"{growth} MiB; a copy of the mask would be 32 and more"
 
 
+@pytest.mark.slow
 def test_grouped_heads_are_not_copied() -> None:
     """One key/value head of 32 MiB serves eight query heads."""
     given = """

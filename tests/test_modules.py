@@ -886,6 +886,7 @@ print((peak() - start) / 1024)
 # -- compile, export, nested tensors --
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", ["batch first", slow("bias_kv and zero_attn"), slow("kdim and vdim")]
 )

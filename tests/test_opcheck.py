@@ -63,6 +63,7 @@ def test_attention(case: Case | PackedCase) -> None:
     _opcheck(ops.attention.default, *_call(case), traced=case.name in TRACED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", params(SAMPLES))
 def test_attention_backward(case: Case | PackedCase) -> None:
     args, kwargs, results = _forward(case)
@@ -81,6 +82,7 @@ def test_attention_backward_without_some_incoming_gradients(grads: tuple[bool, b
     _opcheck(ops.attention_backward.default, backward_args, kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_attention_and_its_backward_in_16_bits(dtype: torch.dtype) -> None:
     case = SAMPLES[0]
@@ -100,6 +102,7 @@ WEIGHTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "average_heads"), WEIGHTED, ids=str)
 def test_attention_weights_and_their_backward(case: Case, average_heads: bool) -> None:
     args, kwargs, (_, logsumexp, residual, _) = _forward(case)

@@ -87,6 +87,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("replace_first", [True, False])
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -7,7 +7,6 @@ dispatcher: a call that torch computes adds nothing to the one and shows in the 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import warnings
@@ -440,22 +439,6 @@ def test_importing_activates_nothing_and_loads_no_compiler() -> None:
     )
 
 
-def test_what_the_page_on_migration_shows_runs() -> None:
-    from tiers import ROOT, run_python
-
-    blocks = [
-        block
-        for page in ("sdpa", "migrate_multihead")
-        for block in re.findall(
-            r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL
-        )
-        if page == "sdpa" or "replaced" in block
-    ]
-    assert len(blocks) == 3
-    done = run_python("\n".join([*blocks, "assert bias.grad.abs().max() > 0"]))
-    assert "2 replaced" in done.stdout
-
-
 def test_it_holds_on_every_thread_until_the_last_one_leaves() -> None:
     q, k, v = qkv()
     entered, leave, left = threading.Event(), threading.Event(), threading.Event()
@@ -543,6 +526,7 @@ def test_a_forked_child_keeps_it_and_can_end_it() -> None:
     ae.sdpa.disable()
 
 
+@pytest.mark.slow
 def test_children_forked_in_the_middle_of_changes_are_whole() -> None:
     q, k, v = (x.detach() for x in qkv())
     stop = threading.Event()

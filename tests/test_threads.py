@@ -173,6 +173,7 @@ def test_recomputed_in_the_backward_pass() -> None:
         assert torch.equal(got[name], x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [{"OMP_DYNAMIC": "true"}, {"OMP_THREAD_LIMIT": "1"}, {"OMP_THREAD_LIMIT": "2"}],

@@ -119,6 +119,7 @@ def test_missing_matplotlib_is_said_in_words(monkeypatch: pytest.MonkeyPatch) ->
         plot_attention(torch.rand(1, 1), ["a"])
 
 
+@pytest.mark.slow
 def test_matplotlib_comes_with_the_first_plot_and_pyplot_never() -> None:
     code = """
 import sys, torch, attention_ext

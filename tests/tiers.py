@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 
 from attention_ext import _build_info
@@ -34,6 +35,10 @@ def machine_tiers() -> list[str]:
 
 
 TIERS: list[str] = machine_tiers()
+# The one that runs by itself, and the others.
+TIER_GROUPS = [TIERS[-1:]]
+if len(TIERS) > 1:
+    TIER_GROUPS.append(pytest.param(TIERS[:-1], marks=pytest.mark.slow))
 
 
 def run_python(
