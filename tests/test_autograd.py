@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from attention_ext import reference
-from attention_ext._ops import cpu_capability
 from cases import Case, PackedCase, differentiable, params, raw, raw_packed
-from tiers import TIERS, run_pytest
+from tiers import OTHER_TIERS, run_pytest
 
 ops: Any = torch.ops.attention_ext
 
@@ -148,7 +147,7 @@ def test_gradcheck_of_weights(case: Case, average_heads: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", [tier for tier in TIERS if tier != cpu_capability()])
+@pytest.mark.parametrize("tier", OTHER_TIERS)
 def test_gradients_in_every_tier(tier: str) -> None:
     run_pytest(
         "tests/test_autograd.py",

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from attention_ext import _build_info
+from attention_ext._ops import cpu_capability
 
 ROOT = Path(__file__).resolve().parent.parent
 TIER_VARIABLE = "ATTENTION_EXT_CPU_CAPABILITY"
@@ -35,10 +36,11 @@ def machine_tiers() -> list[str]:
 
 
 TIERS: list[str] = machine_tiers()
-# The one that runs by itself, and the others.
-TIER_GROUPS = [TIERS[-1:]]
-if len(TIERS) > 1:
-    TIER_GROUPS.append(pytest.param(TIERS[:-1], marks=pytest.mark.slow))
+OTHER_TIERS = [tier for tier in TIERS if tier != cpu_capability()]
+# For tests of all of them: the one of this process, and the others.
+TIER_GROUPS = [[cpu_capability()]]
+if OTHER_TIERS:
+    TIER_GROUPS.append(pytest.param(OTHER_TIERS, marks=pytest.mark.slow))
 
 
 def run_python(

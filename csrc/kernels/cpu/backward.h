@@ -11,46 +11,19 @@
 // (gradient_tile.h), dV += P^T dO, dK += dS^T Q, dQ += dS K.
 #pragma once
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-#include <sched.h>
-
+#include "kernels/cpu/careful.h"
 #include "kernels/cpu/gradient_tile.h"
-#include "kernels/cpu/kernels.h"
+#include "kernels/cpu/turns.h"
 
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
-
-// Where a gradient is summed: scratch, or the tensor itself.
-template <class T>
-struct Target {
-  T* data;
-  int64_t stride;
-};
-
-// C (+)= sum over visible pairs only, for factors that are not finite. rows x depth pairs,
-// visibility of (row, k) by `sees`.
-template <class T, class A, class Sees>
-void careful_accumulate(A&& left, const Operand<T>& b, const Target<T>& c, int64_t width,
-                        int64_t rows, int64_t depth, Sees&& sees) {
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t k = 0; k < depth; ++k) {
-      if (!sees(i, k)) continue;
-      const Vec<T> factor = broadcast(left(i, k));
-      for (int64_t e = 0; e < width; e += kLanes<T>) {
-        T* const at = c.data + i * c.stride + e;
-        store(at, fma(factor, load(b.data + k * b.stride + e), load(at)));
-      }
-    }
-  }
-}
 
 template <class T, class In = T>
 struct Backward {
   static constexpr int W = kLanes<T>;
   const BackwardParams& p;
   const int64_t e_padded, ev_padded, range;
+  Turns<T> turns;
   GradientTile<T, In> gradient;
   QueryBlock<T, In> packed;
   // Copies, padded to whole vectors, of what cannot be read in place: Q and dO of the query block,
@@ -62,9 +35,6 @@ struct Backward {
   bool want_query, want_key, want_value, want_statistic, want_scores, want_bias;
   T in_scores_grad;  // the part of the scale that dS already holds: all of it, or 1
 
-  // Of the run.
-  BackwardState* state = nullptr;
-  WorkQueue* queue = nullptr;
   // Of the query block at work.
   Operand<T> query, grad;
   bool fresh_query_sums;  // nothing has been added to its dQ yet, by any range
@@ -77,7 +47,8 @@ struct Backward {
       : p(params),
         e_padded(round_up(params.qk_size, W)),
         ev_padded(round_up(params.v_size, W)),
-        range(kBlock * backward_range_blocks(params)) {
+        range(kBlock * backward_range_blocks(params)),
+        turns(params, e_padded) {
     want_query = p.grad_query.defined();
     want_key = p.grad_key.defined();
     want_value = p.grad_value.defined();
@@ -115,15 +86,8 @@ struct Backward {
 
   AE_INLINE bool scores_are_scaled() const { return missing_scale() == T{1}; }
 
-  // A query block that a range meets, and the range's place among those that add to its dQ.
-  struct Visit {
-    const Problem& problem;
-    int64_t h, block, i0, nq;
-    int64_t place, places;
-  };
-
   void item(int64_t index, int64_t& visited) {
-    const auto [n, g, r] = range_index(p, index, state->heads_at_once);
+    const auto [n, g, r] = range_index(p, index, turns.state->heads_at_once);
     const Problem problem = p.problem(n);
     const KeyRanges ranges(p, problem.k_length);
     const KeyRange keys = ranges.keys(r);
@@ -148,12 +112,14 @@ struct Backward {
         const int64_t first = ranges.of(hull.begin), last = ranges.of(hull.end - 1);
         if (r < first || r > last) continue;
         const Visit visit{problem, h, b, i0, nq, r - first, last - first + 1};
-        if (b + 1 == blocks && h + 1 == (g + 1) * p.group()) prefetch_keys(problem, g, keys);
+        if (b + 1 == blocks && h + 1 == (g + 1) * p.group() && worth_prefetching(problem)) {
+          prefetch_keys(problem, g, keys);
+        }
         if (!query_block_with(visit, keys, visited)) return;
       }
     }
     write_keys(problem, g, keys.begin, keys.end - keys.begin);
-    release_sums(problem, g);
+    turns.release_sums(problem, g);
   }
 
   // Rows that are soon to be written or read. Those of one head lie far apart in the usual layouts,
@@ -200,8 +166,8 @@ struct Backward {
   // The products of one query block with the keys of the range. False if another thread has failed.
   bool query_block_with(const Visit& at, KeyRange keys, int64_t& visited) {
     const auto& [problem, h, block, i0, nq, place, places] = at;
-    if (want_bias && !wait_for(bias_turn(at), bias_place(problem, h))) return false;
-    const bool first_of_bias = want_bias && bias_place(problem, h) == 0;
+    if (want_bias && !turns.wait_for(turns.of_bias(at), turns.bias_place(at))) return false;
+    const bool first_of_bias = want_bias && turns.bias_place(at) == 0;
     if (want_statistic) __builtin_memset(statistic, 0, kBlock * sizeof(T));
     Tile<T>& tile = gradient.tile;
     tile.i0 = i0;
@@ -226,7 +192,7 @@ struct Backward {
       ++visited;
       if (!have_queries) {
         pack_queries(problem, h);
-        prefetch_queries(at);
+        if (worth_prefetching(problem)) prefetch_queries(at);
       }
       have_queries = true;
       const Operand<T> key =
@@ -256,7 +222,7 @@ struct Backward {
       }
       if (want_bias) add_to_bias(problem, h, first_of_bias);
     }
-    if (want_bias) pass_on(bias_turn(at), bias_place(problem, h));
+    if (want_bias) turns.pass_on(turns.of_bias(at), turns.bias_place(at));
     return finish_queries(at);
   }
 
@@ -366,80 +332,13 @@ struct Backward {
     });
   }
 
-  // ---- sums that several items share, taken in turn ----
-
-  // False if another thread has failed, so that the turn may never come.
-  bool wait_for(const std::atomic<int32_t>& turn, int64_t place) const {
-    for (int spins = 0; turn.load(std::memory_order_acquire) < place;) {
-      if (queue->failed.load(std::memory_order_relaxed)) return false;
-      if (++spins < 2000) {
-#if defined(__SSE2__)
-        _mm_pause();
-#endif
-      } else {
-        sched_yield();
-      }
-    }
-    return true;
-  }
-  AE_INLINE static void pass_on(std::atomic<int32_t>& turn, int64_t place) {
-    turn.store(static_cast<int32_t>(place + 1), std::memory_order_release);
-  }
-
-  // The bias gradient: batch elements and heads that share a tile of it add in their order.
-  AE_INLINE std::atomic<int32_t>& bias_turn(const Visit& at) const {
-    const int64_t b_bias = p.bias_size[0] == 1 ? 0 : at.problem.index;
-    const int64_t h_bias = p.bias_size[1] == 1 ? 0 : at.h;
-    const int64_t blocks = blocks_of(at.problem.q_length, query_block(at.problem.q_length));
-    const int64_t tile = (b_bias * p.bias_size[1] + h_bias) * blocks + at.block;
-    return state->bias_added[tile * backward_ranges(p) + at.place];
-  }
-  AE_INLINE int64_t bias_place(const Problem& problem, int64_t h) const {
-    const int64_t before = p.bias_size[0] == 1 ? problem.index : 0;
-    return p.bias_size[1] == 1 ? before * p.heads + h : before;
-  }
-
-  // dQ and the gradient of logsumexp: the ranges of a head add in their order.
-
-  // dQ rows (L, e_padded) of one head in the accumulation type, made by whoever comes first.
-  T* sums_of(const Problem& problem, int64_t h) const {
-    std::atomic<void*>& slot = state->sums[problem.index * p.heads + h];
-    void* found = slot.load(std::memory_order_acquire);
-    if (found == nullptr) {
-      T* const fresh = new T[problem.q_length * e_padded];
-      if (slot.compare_exchange_strong(found, fresh)) return fresh;
-      delete[] fresh;
-    }
-    return static_cast<T*>(found);
-  }
-
-  void release_sums(const Problem& problem, int64_t g) const {
-    if (state->sums == nullptr) return;
-    std::atomic<int32_t>& left = state->remaining[problem.index * p.kv_heads + g];
-    if (left.fetch_add(1) + 1 < backward_ranges(p)) return;
-    for (int64_t h = g * p.group(); h < (g + 1) * p.group(); ++h) {
-      delete[] static_cast<T*>(state->sums[problem.index * p.heads + h].exchange(nullptr));
-    }
-  }
-
-  AE_INLINE std::atomic<int32_t>& ranges_added(const Visit& at) const {
-    const Problem& problem = at.problem;
-    int64_t before = 0;  // query blocks of the heads before
-    if (p.packed()) {
-      const int64_t* const starts = p.q_block_starts + problem.index;
-      before = starts[0] * p.heads + at.h * (starts[1] - starts[0]);
-    } else {
-      before = (problem.index * p.heads + at.h) *
-               blocks_of(problem.q_length, query_block(problem.q_length));
-    }
-    return state->added[before + at.block];
-  }
+  // ---- sums of dQ ----
 
   // Waits until the earlier ranges have added their parts, and finds the sums of dQ. False if
   // another thread has failed.
   bool take_turn(const Visit& at) {
     if (has_turn) return true;
-    if (at.place > 0 && !wait_for(ranges_added(at), at.place)) return false;
+    if (at.place > 0 && !turns.wait_for(turns.of_ranges(at), at.place)) return false;
     has_turn = true;
     fresh_query_sums = at.place == 0;
     if (!want_query) return true;
@@ -447,7 +346,7 @@ struct Backward {
     query_grad = target(once, scores_are_scaled(), p.grad_query, at.problem, at.h,
                         at.problem.q_begin + at.i0, p.qk_size, query_sums);
     if (query_grad.data == query_sums && at.places > 1) {
-      query_grad.data = sums_of(at.problem, at.h) + at.i0 * e_padded;
+      query_grad.data = turns.sums_of(at.problem, at.h) + at.i0 * e_padded;
     }
     return true;
   }
@@ -470,7 +369,7 @@ struct Backward {
         *to = place > 0 ? *to + statistic[x] : statistic[x];
       }
     }
-    if (state->added != nullptr) pass_on(ranges_added(at), place);
+    if (turns.state->added != nullptr) turns.pass_on(turns.of_ranges(at), place);
     return true;
   }
 

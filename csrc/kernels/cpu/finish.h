@@ -68,7 +68,7 @@ struct OutputRows {
 // Asks for the rows of a result that is long in the making: they lie far apart.
 AE_INLINE void prefetch_output(const AttentionParams& p, const Problem& problem, int64_t h,
                                int64_t i0, int64_t nq) {
-  if (problem.k_length <= 2 * kBlock) return;
+  if (!worth_prefetching(problem)) return;
   const OutputRows to(p, problem, h, i0);
   prefetch_rows<true>(to.output, nq, p.v_size);
   if (to.rest_or_null() != nullptr) prefetch_rows<true>(to.rest, nq, p.v_size);

@@ -125,6 +125,9 @@ AE_INLINE int64_t bias_turns(const BackwardParams& p) {
          backward_ranges(p);
 }
 
+// Whether rows are asked for ahead of their use: short problems are done before they arrive.
+AE_INLINE bool worth_prefetching(const Problem& problem) { return problem.k_length > 2 * kBlock; }
+
 // The query blocks of all problems, those of a head together: which one is `item`?
 struct BlockIndex {
   int64_t problem, head, block;

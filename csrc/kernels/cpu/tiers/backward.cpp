@@ -51,8 +51,8 @@ template <class T, class In = T>
 void keys(const BackwardParams& p, BackwardState& state, WorkQueue& queue, void* memory) {
   Arena arena{static_cast<char*>(memory)};
   Backward<T, In> kernel(p, arena);
-  kernel.state = &state;
-  kernel.queue = &queue;
+  kernel.turns.state = &state;
+  kernel.turns.queue = &queue;
   int64_t visited = 0;
   const auto item = [&](int64_t index) { kernel.item(index, visited); };
   const bool waits = backward_ranges(p) > 1 || bias_with_keys(p);
