@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def machine_tiers() -> list[str]:
 TIERS: list[str] = machine_tiers()
 OTHER_TIERS = [tier for tier in TIERS if tier != cpu_capability()]
 # For tests of all of them: the one of this process, and the others.
-TIER_GROUPS = [[cpu_capability()]]
+TIER_GROUPS: list[Any] = [[cpu_capability()]]
 if OTHER_TIERS:
     TIER_GROUPS.append(pytest.param(OTHER_TIERS, marks=pytest.mark.slow))
 
