@@ -356,6 +356,20 @@ def test_numbers_around_the_smallest_normal_one(
     assert_accurate(got, *truth_and_plain(ours, {}, return_lse=True))
 
 
+def test_rounding_of_long_sums_hardly_grows_with_their_length() -> None:
+    """One sum of 20,000 positive terms in float32 would be wrong by more than ten times this."""
+    query, grad = torch.randn(1, 20000, 16), torch.rand(1, 20000, 16)
+    key, value = torch.randn(2, 1, 4, 16).unbind(0)
+
+    def gradients(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (query, key, value)]
+        return torch.autograd.grad(function(*leaves), leaves, grad.to(dtype))
+
+    truth = gradients(reference.attention, torch.float64)
+    for got, want in zip(gradients(ae.attention, torch.float32), truth, strict=True):
+        assert (got - want).abs().max() < 8 * torch.finfo(torch.float32).eps * want.abs().max()
+
+
 def test_long_reduction_over_grouped_heads_in_16_bits() -> None:
     case = Case("group", 300, 33, 16, heads=16, kv_heads=1)
     args, _ = case.make(torch.bfloat16, requires_grad=True)

@@ -647,3 +647,21 @@ def test_what_is_no_tensor_is_named(call: Any, sentence: str) -> None:
     x = torch.randn(1, 2, 3, 4)
     with pytest.raises(RuntimeError, match=sentence):
         call(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place", [(0, 0), (0, 202), (99, 0), (99, 150), (99, 202)], ids=str)
+def test_one_finite_number_in_a_bias_of_minus_infinity_is_found(
+    place: tuple[int, int], dtype: torch.dtype
+) -> None:
+    query, value = torch.randn(1, 100, 24, dtype=dtype), torch.randn(1, 203, 24, dtype=dtype)
+    key = torch.randn_like(value)
+    bias = torch.full((100, 203), -math.inf, dtype=dtype)
+    bias[place] = 0.5
+    want = torch.zeros_like(query)
+    want[0, place[0]] = value[0, place[1]]
+    assert torch.equal(ae.attention(query, key, value, attn_bias=bias), want)
+    bias[place] = math.nan
+    got = ae.attention(query, key, value, attn_bias=bias)
+    assert got[0, place[0]].isnan().all()
+    assert got.isnan().sum() == 24

@@ -1,7 +1,8 @@
 // Register-blocked products: C (M x NV vectors) (+)= A (M x K) B (K x NV vectors), with A read as
 // scalar broadcasts from wherever it lies (rows of K or V, or columns of a score tile) and B, C as
 // whole vectors. The five products of attention are all of this form. Every sum runs over k in
-// ascending order from its first term, so tile shapes never change a bit.
+// ascending order from its first term, so tile shapes never change a bit; what C holds is added to
+// the finished sum, so that the rounding of long sums grows with the number of blocks only.
 #pragma once
 
 #include "kernels/cpu/simd.h"
@@ -9,8 +10,7 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
-// How the accumulators begin: from zero, from C, or from C scaled lane by lane (the rescaling of
-// online softmax).
+// What a product starts from: zero, C, or C scaled lane by lane (the rescaling of online softmax).
 enum class Start { kZero, kAdd, kScale };
 // How A is read: A(i, k) = a[i * lda + k] (rows), or a[k * lda + i] (columns).
 enum class Read { kRows, kColumns };
@@ -26,18 +26,7 @@ template <class T, int MR, int NV, Start kStart, Read kRead, class In = T>
 AE_INLINE void multiply_tile(const In* a, int64_t lda, const In* b, int64_t ldb, T* c, int64_t ldc,
                              int64_t depth, const Vec<T>* scale) {
   constexpr int W = kLanes<T>;
-  Vec<T> acc[MR][NV];
-  AE_UNROLL for (int i = 0; i < MR; ++i) {
-    AE_UNROLL for (int v = 0; v < NV; ++v) {
-      if constexpr (kStart == Start::kZero) {
-        acc[i][v] = Vec<T>{};
-      } else if constexpr (kStart == Start::kAdd) {
-        acc[i][v] = load(c + i * ldc + v * W);
-      } else {
-        acc[i][v] = load(c + i * ldc + v * W) * scale[v];
-      }
-    }
-  }
+  Vec<T> acc[MR][NV] = {};
   for (int64_t k = 0; k < depth; ++k) {
     if constexpr (NV <= MR) {
       Vec<In> right[NV];
@@ -65,7 +54,12 @@ AE_INLINE void multiply_tile(const In* a, int64_t lda, const In* b, int64_t ldb,
     }
   }
   AE_UNROLL for (int i = 0; i < MR; ++i) {
-    AE_UNROLL for (int v = 0; v < NV; ++v) store(c + i * ldc + v * W, acc[i][v]);
+    AE_UNROLL for (int v = 0; v < NV; ++v) {
+      T* const at = c + i * ldc + v * W;
+      if constexpr (kStart == Start::kAdd) acc[i][v] += load(at);
+      if constexpr (kStart == Start::kScale) acc[i][v] = fma(load(at), scale[v], acc[i][v]);
+      store(at, acc[i][v]);
+    }
   }
 }
 

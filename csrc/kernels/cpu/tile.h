@@ -207,14 +207,33 @@ struct Classifier {
     }
   }
 
-  void bias() {
-    if (!p.attn_bias.defined()) return;
-    t.has_bias = true;
+  // Whether a tile of the bias is -inf throughout. One that is not mostly shows it at once.
+  bool all_hidden(const Rows& rows) const {
+    constexpr int W = kLanes<T>;
+    const Vec<T> hidden = broadcast(-kInfinity<T>);
+    const int64_t n = rows.row_stride == 0 ? 1 : t.nq;
+    const int64_t columns = rows.column_stride == 0 ? 1 : t.nk, whole = columns / W * W;
+    for (int64_t x = 0; x < n; ++x) {
+      for (int64_t y = whole; y < columns; ++y) {
+        if (load_scalar<T>(rows.at(x, y), rows.type) != -kInfinity<T>) return false;
+      }
+      for (int64_t y = 0; y < whole; y += W) {
+        const Vec<T> piece = load_piece<T>(rows.at(x, y), rows.type, rows.column_stride, W);
+        if (any<T>(static_cast<Mask<T>>(~equal(piece, hidden)))) return false;
+      }
+    }
+    return true;
+  }
+
+  bool bias() {  // false: hidden
+    if (!p.attn_bias.defined()) return true;
     const Rows rows(p.attn_bias, problem.batch, h, t.i0, t.j0);
-    transpose_in<T>(rows, t.nq, t.nk, T{1}, t.bias, kBlock);
     const int64_t next = t.j0 + t.nk;  // the block after this one is likely as large
     prefetch_rows<false>(Rows(p.attn_bias, problem.batch, h, t.i0, next), t.nq,
                          smaller(t.nk, problem.k_length - next));
+    if (all_hidden(rows)) return false;
+    t.has_bias = true;
+    transpose_in<T>(rows, t.nq, t.nk, T{1}, t.bias, kBlock);
     const Vec<T> hidden = broadcast(-kInfinity<T>);
     Mask<T> found{};
     for (int64_t y = 0; y < t.nk; ++y) {
@@ -222,13 +241,14 @@ struct Classifier {
         found |= equal(load(t.bias + y * kBlock + x), hidden);
       }
     }
-    if (!any<T>(found)) return;
+    if (!any<T>(found)) return true;
     start();
     for (int64_t y = 0; y < t.nk; ++y) {
       for (int64_t x = 0; x < t.nq; ++x) {
         if (t.bias[y * kBlock + x] == -kInfinity<T>) t.visible[y * kBlock + x] = 0;
       }
     }
+    return true;
   }
 
   bool any_visible() const {
@@ -254,7 +274,7 @@ Visibility classify(const AttentionParams& p, const Problem& problem, int64_t h,
   }
   if (!c.dense_mask() || !c.key_mask()) return Visibility::kHidden;
   c.window();
-  c.bias();
+  if (!c.bias()) return Visibility::kHidden;
   t.mixed = c.sources > 0;
   if (!t.mixed) return Visibility::kVisible;
   // One bool mask alone has been seen to be mixed; everything else may hide the tile together.
