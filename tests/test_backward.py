@@ -357,7 +357,7 @@ def test_numbers_around_the_smallest_normal_one(
 
 
 def test_rounding_of_long_sums_hardly_grows_with_their_length() -> None:
-    """One sum of 20,000 positive terms in float32 would be wrong by more than ten times this."""
+    """Adding row after row to one float32 sum misses this by a factor of three."""
     query, grad = torch.randn(1, 20000, 16), torch.rand(1, 20000, 16)
     key, value = torch.randn(2, 1, 4, 16).unbind(0)
 
