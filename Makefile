@@ -26,10 +26,10 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo "make demo    attention of ours and torch's in a real model, side by side; pictures in out/"
 	@echo "make examples   six more, each under two minutes on two cores (docs/examples.md)"
-	@echo "make test    everything;  make check  the part that takes under two minutes"
+	@echo "make test    all but cuda-check's tests;  make check  the part that takes under two minutes"
 	@echo "make docs    the pages of docs/ and the reference as a site, build/docs/html/index.html"
 	@echo "make bench   speed against torch;  make lint  ruff, mypy, clang-format;  make format"
-	@echo "make cuda-check   builds for CUDA beside it and tests what needs no GPU (5.5 GB of torch)"
+	@echo "make cuda-check   what nvcc makes, sanitizers, a build for CUDA (5.5 GB of torch); no GPU"
 	@echo "make build   the extension alone, in place;  make clean  removes what was built"
 
 demo: $(STAMP)-demo build
@@ -39,18 +39,20 @@ examples: $(STAMP)-examples build
 	set -e; for name in $(EXAMPLES); do $(PY) examples/$$name.py --out out; done
 
 test: $(STAMP)-test build
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not cuda_check"
 
 check: $(STAMP)-test build
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow and not cuda_check"
 
 # Every page, and the reference from docstrings and schemas. Anything that leads nowhere is an error.
 docs: $(STAMP)-docs build
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs . build/docs/html
 
-# Its environment, its copy of the tree and its build are in build/cuda_check. With a GPU:
+# First the tests of CUDA's sources that take longest and need nvcc or sanitizers; then a build whose
+# environment, copy of the tree and library are in build/cuda_check. With a GPU:
 # benchmarks/gpu_check.sh
-cuda-check:
+cuda-check: $(STAMP)-test build
+	$(PY) -m pytest -m cuda_check
 	$(PYTHON) tools/cuda_check.py
 
 lint: $(STAMP)-lint

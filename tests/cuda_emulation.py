@@ -21,11 +21,13 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
+Test = TypeVar("Test", bound=Callable[..., object])
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 SHIM = ROOT / "tests" / "cuda" / "shim"
@@ -53,8 +55,11 @@ def can_compile() -> bool:
     return shutil.which(CXX.split()[0]) is not None
 
 
-def can_sanitize() -> bool:
-    return can_compile() and platform.machine() in ("x86_64", "AMD64")
+def sanitized(test: Test) -> Test:
+    """Marks a test of kernels under a sanitizer: their build takes a minute of two processors."""
+    can = can_compile() and platform.machine() in ("x86_64", "AMD64")
+    marked: Test = pytest.mark.skipif(not can, reason=NO_SANITIZER)(test)
+    return pytest.mark.cuda_check(marked)
 
 
 # ---- Building --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from cuda_build import NVCC_FLAGS, CudaBuildError, find_nvcc, find_toolkit
 
@@ -31,6 +32,7 @@ from cuda_emulation import (
     Call,
     Emulator,
     Library,
+    Test,
     can_compile,
 )
 from cuda_emulation import _run_two_at_a_time as run_two_at_a_time
@@ -61,6 +63,12 @@ try:
     NVCC, NO_NVCC = find_nvcc(), "nvcc is there"
 except CudaBuildError as error:
     NVCC, NO_NVCC = None, str(error)
+
+
+def needs_nvcc(test: Test) -> Test:
+    """Marks a test of what nvcc makes of the kernels."""
+    marked: Test = pytest.mark.skipif(NVCC is None, reason=NO_NVCC)(test)
+    return pytest.mark.cuda_check(marked)
 
 
 def why_not() -> str:

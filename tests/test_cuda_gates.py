@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 
 from cuda_emulation import CSRC, CXX, SHIM, can_compile
-from cuda_ptx import CUDA, NO_NVCC, NVCC, assemble, compile_ptx
+from cuda_ptx import CUDA, assemble, compile_ptx, needs_nvcc
 
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason=NO_NVCC)
 needs_compiler = pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
 
 HMMA, LDSM, LDGSTS, LOCAL_LOAD, LOCAL_STORE = 0x23C, 0x83B, 0xFAE, 0x983, 0x387

@@ -13,7 +13,7 @@ import pytest
 from cuda_build import kernel_flags
 
 from cuda_emulation import CSRC, CXX, NO_COMPILER, ROOT, SHIM, can_compile
-from cuda_ptx import NO_NVCC, NVCC
+from cuda_ptx import NVCC, needs_nvcc
 
 INSTANCES = sorted((CSRC / "kernels" / "cuda" / "simt" / "instances").glob("*.cu"))
 ARCHITECTURES = ("80", "90")
@@ -89,11 +89,7 @@ def kernels() -> list[Kernel]:
     return found
 
 
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason=NO_NVCC)
-
-
 @needs_nvcc
-@pytest.mark.slow
 def test_nvcc_compiles_every_file_for_every_architecture() -> None:
     assert len(INSTANCES) == 24  # six passes of four types
     for file in INSTANCES:
@@ -102,7 +98,6 @@ def test_nvcc_compiles_every_file_for_every_architecture() -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_two_blocks_fit_beside_each_other_without_spills() -> None:
     """128 registers a thread leave room for two blocks of 256; float64 has one block."""
     for kernel in kernels():

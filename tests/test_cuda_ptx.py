@@ -32,7 +32,7 @@ from cuda_ptx import (
 )
 
 pytestmark = [
-    pytest.mark.slow,  # the programs are followed instruction by instruction
+    pytest.mark.cuda_check,
     pytest.mark.skipif(why_not() != "", reason=why_not()),
 ]
 

@@ -37,13 +37,12 @@ from cases import (
 from cuda_emulation import (
     CSRC,
     NO_COMPILER,
-    NO_SANITIZER,
     Emulator,
     Replay,
     build,
     can_compile,
-    can_sanitize,
     emulator,
+    sanitized,
 )
 from tables import expected
 
@@ -51,7 +50,6 @@ pytestmark = [
     pytest.mark.slow,  # compiling takes most of a minute
     pytest.mark.skipif(not can_compile(), reason=NO_COMPILER),
 ]
-sanitized = pytest.mark.skipif(not can_sanitize(), reason=NO_SANITIZER)
 ADDRESS, THREAD = "address,undefined", "thread"
 
 

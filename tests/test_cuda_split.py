@@ -14,12 +14,11 @@ from attention_ext import reference
 from cases import Case, assert_accurate, evaluate, truth_and_plain
 from cuda_emulation import (
     NO_COMPILER,
-    NO_SANITIZER,
     Emulator,
     Library,
     can_compile,
-    can_sanitize,
     emulator,
+    sanitized,
 )
 
 pytestmark = [
@@ -197,7 +196,7 @@ def test_dropout_drops_what_the_cpu_drops(first_key: int) -> None:
 SANITIZED = ("rows_of_two_heads_in_a_tile", "sinks", "everything")
 
 
-@pytest.mark.skipif(not can_sanitize(), reason=NO_SANITIZER)
+@sanitized
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 @pytest.mark.parametrize("name", SANITIZED)
 def test_sanitizers_find_nothing(name: str, sanitizer: str) -> None:
@@ -206,7 +205,7 @@ def test_sanitizers_find_nothing(name: str, sanitizer: str) -> None:
         torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.skipif(not can_sanitize(), reason=NO_SANITIZER)
+@sanitized
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing_where_parts_are_computed_again(sanitizer: str) -> None:
     (q, k, v), _ = Case("again", 2, 520, 64, batch=(1,), heads=2, kv_heads=1).make(torch.float16)

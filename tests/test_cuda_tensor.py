@@ -14,11 +14,10 @@ import torch
 from cases import CASES, Case, assert_accurate, evaluate, truth_and_plain
 from cuda_emulation import (
     NO_COMPILER,
-    NO_SANITIZER,
     Emulator,
     can_compile,
-    can_sanitize,
     emulator,
+    sanitized,
 )
 
 pytestmark = [
@@ -110,7 +109,7 @@ def test_dropout_of_a_shard_is_that_of_the_whole() -> None:
 SANITIZED = ("everything-64", "mask_full-64", "grouped-64", "causal_bottom_right-64")
 
 
-@pytest.mark.skipif(not can_sanitize(), reason=NO_SANITIZER)
+@sanitized
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 @pytest.mark.parametrize("name", SANITIZED)
 def test_sanitizers_find_nothing(name: str, sanitizer: str) -> None:

@@ -27,7 +27,7 @@ from cases import (
     truth_and_plain,
 )
 from tables import ALL, expected, result
-from tiers import TIER_GROUPS, TIERS, run_pytest
+from tiers import OTHER_TIERS, TIER_GROUPS, TIERS, run_pytest
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -66,7 +66,7 @@ def test_every_tier_of_avx512_agrees_but_for_bfloat16() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", OTHER_TIERS)
 def test_promises_hold_in_every_tier(tier: str) -> None:
     """The other tests of these files, in a process of that tier."""
     names = ("forward", "backward", "weights", "dropout", "packed")
