@@ -141,47 +141,53 @@ AE_INLINE bool readable_in_place(const View& view) {
          view.type == (sizeof(T) == 8 ? ScalarType::kFloat64 : ScalarType::kFloat32);
 }
 
-// Reads or writes a square of n x columns elements as W vectors. `direct` rows have the
-// accumulation type and adjacent columns: a whole square of them needs no decisions.
+// Squares of W x W elements of an n x columns block. Inside it, and where `direct` rows have the
+// accumulation type and adjacent columns, a square needs no decisions: whole(i0, j0); else part.
 template <class T>
 AE_INLINE bool direct_rows(const Rows& rows) {
   return rows.column_stride == 1 &&
          rows.type == (sizeof(T) == 8 ? ScalarType::kFloat64 : ScalarType::kFloat32);
 }
-template <class T>
-AE_INLINE void load_square(const Rows& rows, bool direct, int64_t i0, int64_t n, int64_t j0,
-                           int64_t columns, Vec<T> (&square)[kLanes<T>]) {
+template <class T, class Whole, class Part>
+AE_INLINE void for_squares(bool direct, int64_t n, int64_t columns, Whole&& whole, Part&& part) {
   constexpr int W = kLanes<T>;
-  if (direct && i0 + W <= n && j0 + W <= columns) {
-    const T* const at = reinterpret_cast<const T*>(rows.at(i0, j0));
-    AE_UNROLL for (int i = 0; i < W; ++i) square[i] = load(at + i * rows.row_stride);
-    return;
+  for (int64_t i0 = 0; i0 < n; i0 += W) {
+    for (int64_t j0 = 0; j0 < columns; j0 += W) {
+      if (direct && i0 + W <= n && j0 + W <= columns) {
+        whole(i0, j0);
+      } else {
+        part(i0, j0);
+      }
+    }
   }
-  for (int i = 0; i < W; ++i) {
+}
+template <class T>
+AE_INLINE T* whole_rows(const Rows& rows, int64_t i0, int64_t j0) {
+  return reinterpret_cast<T*>(rows.data) + i0 * rows.row_stride + j0;
+}
+template <class T>
+AE_INLINE void load_square(const Rows& rows, int64_t i0, int64_t n, int64_t j0, int64_t columns,
+                           Vec<T> (&square)[kLanes<T>]) {
+  for (int i = 0; i < kLanes<T>; ++i) {
     square[i] =
         i0 + i < n ? load_piece<T>(rows.at(i0 + i, j0), rows.type, rows.column_stride, columns - j0)
                    : Vec<T>{};
   }
 }
 template <class T>
-AE_INLINE void store_square(const Rows& rows, bool direct, int64_t i0, int64_t n, int64_t j0,
-                            int64_t columns, const Vec<T> (&square)[kLanes<T>]) {
-  constexpr int W = kLanes<T>;
-  if (direct && i0 + W <= n && j0 + W <= columns) {
-    T* const at = reinterpret_cast<T*>(rows.at(i0, j0));
-    AE_UNROLL for (int i = 0; i < W; ++i) store(at + i * rows.row_stride, square[i]);
-    return;
-  }
-  for (int i = 0; i < W && i0 + i < n; ++i) {
+AE_INLINE void store_square(const Rows& rows, int64_t i0, int64_t n, int64_t j0, int64_t columns,
+                            const Vec<T> (&square)[kLanes<T>]) {
+  for (int i = 0; i < kLanes<T> && i0 + i < n; ++i) {
     store_piece<T>(rows.at(i0 + i, j0), rows.type, rows.column_stride, columns - j0, square[i]);
   }
 }
-// The same of scratch [column][ld], where whole vectors of rows may be read or written and only
-// columns end.
+// The transpose of a square of scratch [column][ld], where whole vectors of rows may be read and
+// only columns end.
 template <class T>
 AE_INLINE void load_columns(const T* in, int64_t ldi, int64_t rest, Vec<T> (&square)[kLanes<T>]) {
   AE_UNROLL for (int j = 0; j < kLanes<T>; ++j) square[j] =
       j < rest ? load(in + j * ldi) : Vec<T>{};
+  transpose_square<T>(square);
 }
 
 // Asks for a block of rows ahead of its use: short pieces of rows far apart, which the hardware
@@ -201,19 +207,21 @@ AE_INLINE void prefetch_rows(const Rows& rows, int64_t n, int64_t columns) {
 template <class T>
 void transpose_in(const Rows& rows, int64_t n, int64_t columns, T factor, T* out, int64_t ldo) {
   constexpr int W = kLanes<T>;
-  const bool direct = direct_rows<T>(rows);
-  for (int64_t i0 = 0; i0 < n; i0 += W) {
-    for (int64_t j0 = 0; j0 < columns; j0 += W) {
-      Vec<T> square[W];
-      load_square<T>(rows, direct, i0, n, j0, columns, square);
-      transpose_square<T>(square);
-      T* target = out + j0 * ldo + i0;
-      const int64_t last = columns - j0;
-      AE_UNROLL for (int j = 0; j < W; ++j) {
-        if (j < last) store(target + j * ldo, square[j] * factor);
-      }
+  const auto whole = [&](int64_t i0, int64_t j0) {
+    Vec<T> square[W];
+    load_transposed<T>(whole_rows<T>(rows, i0, j0), rows.row_stride, square);
+    T* to = out + j0 * ldo + i0;
+    AE_UNROLL for (int j = 0; j < W; ++j, to += ldo) store(to, square[j] * factor);
+  };
+  const auto part = [&](int64_t i0, int64_t j0) {
+    Vec<T> square[W];
+    load_square<T>(rows, i0, n, j0, columns, square);
+    transpose_square<T>(square);
+    AE_UNROLL for (int j = 0; j < W; ++j) {
+      if (j < columns - j0) store(out + (j0 + j) * ldo + i0, square[j] * factor);
     }
-  }
+  };
+  for_squares<T>(direct_rows<T>(rows), n, columns, whole, part);
 }
 
 // out rows = in[j][i] * scale[i] for i < n, j < columns; into `rest`, what rounding took from them.
@@ -221,40 +229,45 @@ template <class T>
 void transpose_out(const T* in, int64_t ldi, const T* scale, int64_t n, int64_t columns,
                    const Rows& out, const Rows* rest = nullptr) {
   constexpr int W = kLanes<T>;
-  const bool direct = direct_rows<T>(out);
-  for (int64_t i0 = 0; i0 < n; i0 += W) {
-    const Vec<T> factor = scale != nullptr ? load(scale + i0) : broadcast(T{1});
-    for (int64_t j0 = 0; j0 < columns; j0 += W) {
-      Vec<T> square[W];
-      load_columns<T>(in + j0 * ldi + i0, ldi, columns - j0, square);
-      AE_UNROLL for (int j = 0; j < W; ++j) square[j] *= factor;
-      transpose_square<T>(square);
-      if (rest == nullptr) {
-        store_square<T>(out, direct, i0, n, j0, columns, square);
-        continue;
-      }
-      for (int i = 0; i < W && i0 + i < n; ++i) {
-        store_result<T>(out, rest, i0 + i, j0, columns - j0, square[i]);
-      }
+  const auto factor = [&](int64_t i) { return scale != nullptr ? scale[i] : T{1}; };
+  const auto whole = [&](int64_t i0, int64_t j0) {
+    Vec<T> square[W];
+    load_transposed<T>(in + j0 * ldi + i0, ldi, square);
+    T* to = whole_rows<T>(out, i0, j0);
+    const int64_t stride = out.row_stride;
+    AE_UNROLL for (int i = 0; i < W; ++i, to += stride) store(to, square[i] * factor(i0 + i));
+  };
+  const auto part = [&](int64_t i0, int64_t j0) {
+    Vec<T> square[W];
+    load_columns<T>(in + j0 * ldi + i0, ldi, columns - j0, square);
+    AE_UNROLL for (int i = 0; i < W; ++i) square[i] *= factor(i0 + i);
+    if (rest == nullptr) return store_square<T>(out, i0, n, j0, columns, square);
+    for (int i = 0; i < W && i0 + i < n; ++i) {
+      store_result<T>(out, rest, i0 + i, j0, columns - j0, square[i]);
     }
-  }
+  };
+  for_squares<T>(direct_rows<T>(out) && rest == nullptr, n, columns, whole, part);
 }
 
 // out rows[i][j] += in[j][i].
 template <class T>
 void transpose_add(const T* in, int64_t ldi, int64_t n, int64_t columns, const Rows& out) {
   constexpr int W = kLanes<T>;
-  const bool direct = direct_rows<T>(out);
-  for (int64_t i0 = 0; i0 < n; i0 += W) {
-    for (int64_t j0 = 0; j0 < columns; j0 += W) {
-      Vec<T> square[W], sums[W];
-      load_columns<T>(in + j0 * ldi + i0, ldi, columns - j0, square);
-      transpose_square<T>(square);
-      load_square<T>(out, direct, i0, n, j0, columns, sums);
-      AE_UNROLL for (int i = 0; i < W; ++i) sums[i] += square[i];
-      store_square<T>(out, direct, i0, n, j0, columns, sums);
-    }
-  }
+  const auto whole = [&](int64_t i0, int64_t j0) {
+    Vec<T> square[W];
+    load_transposed<T>(in + j0 * ldi + i0, ldi, square);
+    T* to = whole_rows<T>(out, i0, j0);
+    const int64_t stride = out.row_stride;
+    AE_UNROLL for (int i = 0; i < W; ++i, to += stride) store(to, load(to) + square[i]);
+  };
+  const auto part = [&](int64_t i0, int64_t j0) {
+    Vec<T> square[W], sums[W];
+    load_columns<T>(in + j0 * ldi + i0, ldi, columns - j0, square);
+    load_square<T>(out, i0, n, j0, columns, sums);
+    AE_UNROLL for (int i = 0; i < W; ++i) sums[i] += square[i];
+    store_square<T>(out, i0, n, j0, columns, sums);
+  };
+  for_squares<T>(direct_rows<T>(out), n, columns, whole, part);
 }
 
 // out[i][j] = rows[i][j], columns padded with zeros up to ldo (a multiple of the vector).

@@ -262,6 +262,24 @@ AE_INLINE V exchange(V a, V b, std::index_sequence<I...>) {
   }
 }
 
+// A vector of 16-byte pieces, `stride` elements apart.
+template <class T>
+AE_INLINE Vec<T> load_pieces(const T* at, [[maybe_unused]] int64_t stride) {
+#if defined(__AVX2__)
+  const auto piece = [&](int n) { return _mm_loadu_ps((const float*)(at + n * stride)); };
+#endif
+#if defined(__AVX512F__)
+  __m512 all = _mm512_castps128_ps512(piece(0));
+  all = _mm512_insertf32x4(all, piece(1), 1);
+  all = _mm512_insertf32x4(all, piece(2), 2);
+  return (Vec<T>)_mm512_insertf32x4(all, piece(3), 3);
+#elif defined(__AVX2__)
+  return (Vec<T>)_mm256_insertf128_ps(_mm256_castps128_ps256(piece(0)), piece(1), 1);
+#else
+  return load(at);
+#endif
+}
+
 // Transposes a square of vectors by exchanging blocks of D x D off the diagonal, D = lanes/2 ... 1.
 template <class T, int D = kLanes<T> / 2>
 AE_INLINE void transpose_square(Vec<T> (&rows)[kLanes<T>]) {
@@ -274,6 +292,19 @@ AE_INLINE void transpose_square(Vec<T> (&rows)[kLanes<T>]) {
     }
   }
   if constexpr (D > 1) transpose_square<T, D / 2>(rows);
+}
+
+// The transpose of a square in memory, rows `stride` apart. Blocks of 16 bytes are exchanged by
+// where they are loaded to, which takes half the shuffles of exchanging them in registers.
+template <class T>
+AE_INLINE void load_transposed(const T* at, int64_t stride, Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+  AE_UNROLL for (int i = 0; i < kPiece; ++i) {
+    AE_UNROLL for (int j = 0; j < kLanes<T>; j += kPiece) {
+      rows[i + j] = load_pieces(at + i * stride + j, kPiece * stride);
+    }
+  }
+  transpose_square<T, kPiece / 2>(rows);
 }
 
 // The sum of each of a vector's worth of vectors, sum i in lane i: a transpose that adds as it
