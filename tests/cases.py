@@ -263,6 +263,7 @@ CASES: list[Case] = [
     Case("decode", 1, 1100, 64, batch=(2,), heads=4, kv_heads=2),
     Case("decode_odd", 1, 577, 33, 17, batch=(2,), heads=3),
     Case("decode_group", 1, 2057, 128, batch=(1,), heads=8, kv_heads=1),
+    Case("decode_wide_group", 1, 1100, 17, batch=(2,), heads=26, kv_heads=2, layout="heads_last"),
     Case("short_query", 5, 1025, 40, batch=(1,), heads=6, kv_heads=3),
     Case("long_keys", 100, 1100, 16, batch=(1,)),
     Case("long_queries", 1025, 100, 8, batch=(1,)),
@@ -297,6 +298,7 @@ CASES: list[Case] = [
     Case("mask_two_batch_dims", 33, 40, 8, batch=(2, 3), mask="B1HLS", dead_rows=True),
     Case("mask_band", 400, 400, 8, batch=(1,), heads=1, mask="11LS", band=(20, 5)),
     Case("decode_mask", 1, 1100, 32, heads=4, kv_heads=2, mask="B11S"),
+    Case("decode_mask_of_heads", 1, 200, 8, heads=16, kv_heads=1, mask="BH1S", dead_rows=True),
     Case("key_mask", 100, 193, 16, key_mask="bool"),
     Case("key_mask_float", 97, 100, 16, key_mask="float"),
     Case("key_mask_decode", 1, 1100, 64, heads=4, key_mask="bool"),
@@ -327,6 +329,22 @@ CASES: list[Case] = [
     Case("window_away", 33, 40, 8, window=(5, 5), query_offset=30),
     Case("offset_per_batch", 33, 97, 16, batch=(3,), is_causal=True, query_offset="per batch"),
     Case("decode_window", 1, 1100, 32, window=(200, 0), query_offset=1000),
+    Case(
+        "decode_last_row",
+        1,
+        300,
+        8,
+        heads=16,
+        kv_heads=1,
+        is_causal=True,
+        query_offset=299,
+        bias="BH1S",
+        key_mask="float",
+        softcap=2.0,
+    ),
+    Case(
+        "decode_window_of_group", 1, 300, 8, heads=16, kv_heads=1, window=(100, 0), query_offset=250
+    ),
     # Softcap, sinks, ALiBi, scale.
     Case("softcap", 97, 100, 24, softcap=1.5, scale=1.0),
     Case("sinks", 97, 100, 24, sinks=True, mask="BHLS", dead_rows=True),

@@ -60,8 +60,10 @@ def test_every_tier_of_avx512_agrees_but_for_bfloat16() -> None:
             if any(not torch.equal(one[x].nan_to_num(), other[x].nan_to_num()) for x in one):
                 different.add((case, dtype))
     assert {dtype for _, dtype in different} == {torch.bfloat16}
-    decoded = {case for case, _ in different if isinstance(case, Case) and case.q_len <= 4}
-    assert not decoded
+    folded = {"decode_wide_group", "decode_mask_of_heads", "decode_last_row"}  # heads as rows
+    decoded = {c.name for c, _ in different if isinstance(c, Case) and c.q_len <= 4}
+    assert "decode_wide_group" in decoded
+    assert decoded <= folded
     assert len(different) > len(ALL) / 2
 
 

@@ -149,14 +149,16 @@ def test_names_are_of_the_table() -> None:
     assert set(NAMED) <= {case.name for case in CASES}
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 17, 97])
-def test_weights_sum_to_one_however_large_the_scores(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "group"), [(1, 1), (2, 1), (4, 1), (5, 1), (17, 1), (97, 1), (1, 8), (1, 16), (2, 16)]
+)
+def test_weights_sum_to_one_however_large_the_scores(rows: int, group: int) -> None:
     """Scores are rebuilt with the bits the forward pass had: exp(s - logsumexp) shows any other."""
     generator = torch.Generator().manual_seed(rows)
     q, k, v = (
-        torch.randn(1, 2, n, 24, generator=generator) * size
-        for n, size in ((rows, 60.0), (130, 60.0), (130, 1.0))
+        torch.randn(1, h, n, 24, generator=generator) * size
+        for h, n, size in ((2 * group, rows, 60.0), (2, 130, 60.0), (2, 130, 1.0))
     )
     _, weights = ae.attention(q, k, v, return_weights=True)
-    assert float((q @ k.mT).abs().max()) / 24**0.5 > 1e3
-    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, rows), rtol=0, atol=1e-6)
+    assert float((q @ k.repeat_interleave(group, 1).mT).abs().max()) / 24**0.5 > 1e3
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2 * group, rows), rtol=0, atol=1e-6)

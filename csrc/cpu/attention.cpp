@@ -10,7 +10,9 @@ Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tens
                   const AttentionOptions& options) {
   ForwardCall call(/*on_device=*/false, query, key, value, options);
   kernels::AttentionParams& params = call.params;
-  params.visited = &visited_block_pairs();
+  const int64_t heads_together = kernels::fold_group(params);
+  std::atomic<int64_t> visited{0};
+  params.visited = &visited;
 
   const kernels::CpuKernels& tier = active_kernels();
   const int64_t scratch = tier.forward_scratch(params);
@@ -20,7 +22,7 @@ Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tens
   if (splits > 1) {
     const int64_t element = call.logsumexp.element_size();
     partials = c10::GetCPUAllocator()->allocate(
-        static_cast<size_t>(call.shape.batch * call.shape.heads * splits *
+        static_cast<size_t>(params.problems * params.heads * splits *
                             kernels::forward_partial_elements(params) * element));
   }
   run_items(tier.forward_items(params), scratch, work,
@@ -28,11 +30,12 @@ Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tens
               tier.forward(params, partials.get(), queue, memory);
             });
   if (splits > 1) {
-    run_items(call.shape.batch * call.shape.heads, scratch, work,
+    run_items(params.problems * params.heads, scratch, work,
               [&](kernels::WorkQueue& queue, void* memory) {
                 tier.forward_join(params, partials.get(), queue, memory);
               });
   }
+  visited_block_pairs() += visited * heads_together;
   return std::move(call).results();
 }
 
