@@ -111,7 +111,7 @@ struct Backward {
         }
         const int64_t first = ranges.of(hull.begin), last = ranges.of(hull.end - 1);
         if (r < first || r > last) continue;
-        const Visit visit{problem, h, b, i0, nq, r - first, last - first + 1};
+        const Visit visit{problem, h, b, i0, nq, hull, r - first, last - first + 1};
         if (b + 1 == blocks && h + 1 == (g + 1) * p.group() && worth_prefetching(problem)) {
           prefetch_keys(problem, g, keys);
         }
@@ -165,7 +165,7 @@ struct Backward {
 
   // The products of one query block with the keys of the range. False if another thread has failed.
   bool query_block_with(const Visit& at, KeyRange keys, int64_t& visited) {
-    const auto& [problem, h, block, i0, nq, place, places] = at;
+    const auto& [problem, h, block, i0, nq, hull, place, places] = at;
     if (want_bias && !turns.wait_for(turns.of_bias(at), turns.bias_place(at))) return false;
     const bool first_of_bias = want_bias && turns.bias_place(at) == 0;
     if (want_statistic) __builtin_memset(statistic, 0, kBlock * sizeof(T));
@@ -175,10 +175,7 @@ struct Backward {
     has_turn = false;
     bool have_queries = false, checked_queries = false, finite_queries = true;
     const int64_t step = key_block(problem.k_length), k_begin = keys.begin;
-    if (p.windowed()) {
-      const KeyRange hull = window_hull(p, problem, i0, i0 + nq - 1);
-      keys = {larger(keys.begin, hull.begin / step * step), smaller(keys.end, hull.end)};
-    }
+    keys = {larger(keys.begin, hull.begin / step * step), smaller(keys.end, hull.end)};
     for (int64_t j0 = keys.begin; j0 < keys.end; j0 += step) {
       tile.j0 = j0;
       tile.nk = smaller(step, problem.k_length - j0);
@@ -195,8 +192,8 @@ struct Backward {
         if (worth_prefetching(problem)) prefetch_queries(at);
       }
       have_queries = true;
-      const Operand<T> key =
-          key_operand(p.key, in_near_lanes<T>(p.key, p.qk_size), problem, h, p.qk_size, key_rows);
+      const Operand<T> key = tile_operand(p, p.key, in_near_lanes<T>(p.key, p.qk_size), problem, h,
+                                          tile, p.qk_size, key_rows);
       Operand<In> key_input, value{nullptr, 0};
       if constexpr (std::is_same_v<T, In>) {
         key_input = key;
@@ -259,18 +256,10 @@ struct Backward {
            (!p.grad_output.defined() || all_finite(grad.data, nq, ev_padded, grad.stride));
   }
 
-  AE_INLINE Operand<T> key_operand(const View& view, bool in_place, const Problem& problem,
-                                   int64_t h, int64_t size, T* copy) const {
-    const Tile<T>& tile = gradient.tile;
-    const Rows rows(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
-    return operand_of<T>(rows, in_place, tile.nk, size, copy);
-  }
-
   AE_INLINE Operand<In> input(const View& view, const Problem& problem, int64_t h, int64_t size,
                               In* copy) const {
-    const Tile<T>& tile = gradient.tile;
-    const Rows rows(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
-    return Input<In>::operand(rows, Input<In>::in_place(view, size), tile.nk, size, copy);
+    return tile_operand(p, view, Input<In>::in_place(view, size), problem, h, gradient.tile, size,
+                        copy);
   }
 
   // dV += P^T dO and dK += dS^T Q for the block whose first key is `row` of the range; the first
@@ -356,7 +345,7 @@ struct Backward {
   bool finish_queries(const Visit& at) {
     if (!want_query && !want_statistic) return true;
     if (!take_turn(at)) return false;
-    const auto& [problem, h, block, i0, nq, place, places] = at;
+    const auto& [problem, h, block, i0, nq, hull, place, places] = at;
     const Rows out(p.grad_query, problem.batch, h, problem.q_begin + i0, 0);
     if (want_query && fresh_query_sums) clear(query_grad, nq, e_padded);
     if (want_query && place + 1 == places &&

@@ -93,9 +93,8 @@ struct BiasGradient {
       if (classify<T>(p, problem, h, tile) == Visibility::kHidden) continue;
       if (!have_queries) packed.pack(p, problem, h, tile.i0, tile.nq, T{1});
       have_queries = true;
-      const int64_t g = h / p.group();
-      const Operand<In> k = operand(p.key, problem, g, p.qk_size, key);
-      const Operand<In> v = p.value.defined() ? operand(p.value, problem, g, p.v_size, value)
+      const Operand<In> k = operand(p.key, problem, h, p.qk_size, key);
+      const Operand<In> v = p.value.defined() ? operand(p.value, problem, h, p.v_size, value)
                                               : Operand<In>{nullptr, 0};
       gradient.compute(p, problem, h, packed, k, v, /*want_grad=*/true, /*with_cap=*/false,
                        nullptr);
@@ -109,12 +108,11 @@ struct BiasGradient {
     }
   }
 
-  AE_INLINE Operand<In> operand(const View& view, const Problem& problem, int64_t g, int64_t size,
+  AE_INLINE Operand<In> operand(const View& view, const Problem& problem, int64_t h, int64_t size,
                                 In* copy) {
-    const Rows rows(view, problem.batch, g, problem.k_begin + gradient.tile.j0, 0);
     // Decoding rows read whole vectors of K.
     const bool in_place = decoding(p) ? in_lanes<T>(view, size) : Input<In>::in_place(view, size);
-    return Input<In>::operand(rows, in_place, gradient.tile.nk, size, copy);
+    return tile_operand(p, view, in_place, problem, h, gradient.tile, size, copy);
   }
 
   void write(int64_t b, int64_t h, int64_t row_tile, int64_t key_tile) {

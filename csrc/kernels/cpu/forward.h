@@ -55,12 +55,10 @@ struct Forward {
     keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
   }
 
-  // The tile's rows of K or V, as products read them.
   template <class U>
   AE_INLINE Operand<U> operand(const View& view, const Problem& problem, int64_t h, int64_t size,
                                U* copy) {
-    const Rows source(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
-    return Input<U>::operand(source, Input<U>::in_place(view, size), tile.nk, size, copy);
+    return tile_operand(p, view, Input<U>::in_place(view, size), problem, h, tile, size, copy);
   }
 
   // O^T += V^T P with hidden pairs left out: for values that are not finite.

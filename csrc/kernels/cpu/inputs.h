@@ -90,6 +90,15 @@ struct Input<BFloat16Pair> {
 };
 #endif
 
+// A tile's rows of K or V, as products read them.
+template <class U, class T>
+AE_INLINE Operand<U> tile_operand(const AttentionParams& p, const View& view, bool in_place,
+                                  const Problem& problem, int64_t h, const Tile<T>& tile,
+                                  int64_t size, U* copy) {
+  const Rows rows(view, problem.batch, h / p.group(), problem.k_begin + tile.j0, 0);
+  return Input<U>::operand(rows, in_place, tile.nk, size, copy);
+}
+
 // C = factor * A B for `rows` rows of A and NV vectors of B's columns.
 template <class T, int NV, class In>
 AE_INLINE void multiply_inputs(const In* a, int64_t lda, const In* b, T* c, int64_t rows,

@@ -16,6 +16,7 @@ namespace ATTENTION_EXT_TIER {
 struct Visit {
   const Problem& problem;
   int64_t h, block, i0, nq;
+  KeyRange hull;  // keys inside the window of one of its rows
   int64_t place, places;
 };
 

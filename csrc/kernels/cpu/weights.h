@@ -80,8 +80,7 @@ struct Weights {
       if (p.dropout.threshold != 0) {
         keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, j0, tile.nk, keep, kBlock);
       }
-      const Rows source(p.key, problem.batch, h / p.group(), problem.k_begin + j0, 0);
-      const Operand<In> key = Input<In>::operand(source, in_place(), tile.nk, p.qk_size, rows);
+      const Operand<In> key = tile_operand(p, p.key, in_place(), problem, h, tile, p.qk_size, rows);
       if constexpr (std::is_same_v<T, In>) {
         if (decoding(p)) score_tile<T>(query, round_up(p.qk_size, W), key, tile, scores);
       }
