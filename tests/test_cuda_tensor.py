@@ -85,8 +85,9 @@ def test_rows_of_the_lowest_number_are_uniform(dtype: torch.dtype) -> None:
     assert_accurate(evaluate(emulator().attention, args, kwargs), truth, plain, "lowest")
 
 
-def test_infinite_scores_are_those_of_softmax() -> None:
-    q, k, v = (torch.ones(1, 1, 66, 64).bfloat16() for _ in range(3))
+@pytest.mark.parametrize(("rows", "keys"), [(66, 66), (2, 600)], ids=["whole", "split keys"])
+def test_infinite_scores_are_those_of_softmax(rows: int, keys: int) -> None:
+    q, k, v = (torch.ones(1, 1, n, 64).bfloat16() for n in (rows, keys, keys))
     k[..., 5, :] = torch.inf  # row 0: inf - inf; row 1, of the other sign: no weight at all
     q[..., 1, :] = -1
     out, lse = emulator().attention(q, k, v, return_lse=True)
