@@ -614,3 +614,24 @@ def inaccuracy(got: Tensor, want: Tensor, plain: Tensor) -> str:
 
 def _rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def gradients_with_dead_rows(op: Callable[..., Any], rows: int, arrives: float) -> list[Tensor]:
+    """Of query, key, value, bias and sinks, where batch element 1 sees no key and `arrives` is what
+    arrives for its outputs and weights."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    leaves = [numbers(2, 2, rows, 8), numbers(2, 2, 130, 8), numbers(2, 2, 130, 8)]
+    leaves += [numbers(1, 2, rows, 130), numbers(2)]
+    for x in leaves:
+        x.requires_grad_()
+    mask = torch.tensor([[True], [False]]).expand(2, 130)
+    q, k, v, bias, sinks = leaves
+    options = {"key_mask": mask, "attn_bias": bias, "sinks": sinks}
+    out, lse, weights = op(q, k, v, **options, return_lse=True, return_weights=True)
+    incoming = [numbers(*x.shape) for x in (out, lse, weights)]
+    incoming[0][1] = incoming[2][1] = arrives
+    return list(torch.autograd.grad((out, lse, weights), leaves, incoming))

@@ -20,6 +20,7 @@ from cases import (
     case_named,
     differentiable,
     evaluate,
+    gradients_with_dead_rows,
     params,
     truth_and_plain,
 )
@@ -304,6 +305,17 @@ def test_nan_in_a_hidden_place_of_the_bias_gets_zero_gradient() -> None:
     want = evaluate(reference.attention, args, {"attn_mask": mask, "attn_bias": clean})
     _same(got, want)
     assert (got["grad_attn_bias"][~mask] == 0).all()
+
+
+@pytest.mark.parametrize("arrives", [math.nan, math.inf])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_arrives_for_a_dead_row_is_not_felt(rows: int, arrives: float) -> None:
+    """By no gradient, that of the sinks included: they are all such a row's logsumexp has."""
+    got = gradients_with_dead_rows(ae.attention, rows, arrives)
+    for x, y in zip(got, gradients_with_dead_rows(ae.attention, rows, 0.0), strict=True):
+        assert torch.equal(x, y)
+    for x, y in zip(got, gradients_with_dead_rows(reference.attention, rows, 0.0), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 # Numbers.

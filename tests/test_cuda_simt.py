@@ -31,6 +31,7 @@ from cases import (
     case_named,
     differentiable,
     evaluate,
+    gradients_with_dead_rows,
     params,
     truth_and_plain,
 )
@@ -221,6 +222,16 @@ def test_hidden_keys_cannot_be_felt(rows: int, bad: float) -> None:
     if rows > 1:
         assert results[1][0][:, :, 5].isnan().all()
         assert (results[1][0][:, :, 3] == 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_what_arrives_for_a_dead_row_is_not_felt(rows: int) -> None:
+    clean = gradients_with_dead_rows(kernels().attention, rows, 0.0)
+    for bad in (math.nan, math.inf):
+        for x, y in zip(
+            gradients_with_dead_rows(kernels().attention, rows, bad), clean, strict=True
+        ):
+            assert torch.equal(x, y)
 
 
 def test_a_visible_nan_shows_in_its_row_only() -> None:

@@ -29,7 +29,11 @@ void sink(const BackwardParams& p, WorkQueue& queue) {
         const T lse = *p.logsumexp.at<T>(problem.batch, h, i, 0);
         const T residual = *p.residual.at<T>(problem.batch, h, i, 0);
         const T weight = std::exp((value - lse) - residual);
-        const T delta = deltas[lane];
+        T delta = deltas[lane];
+        // A dead row's output takes part in nothing, whatever arrives for it.
+        if (delta - delta != T{0} && lse == value && residual == T{0}) {
+          delta = p.grad_logsumexp.defined() ? -*p.grad_logsumexp.at<T>(problem.batch, h, i, 0) : 0;
+        }
         // A sink of NaN or inf makes every row that sees a key NaN; a finite delta is a dead row's,
         // whose logsumexp is the sink itself.
         part -= value - value == T{0} || delta - delta != T{0} ? weight * delta : delta;

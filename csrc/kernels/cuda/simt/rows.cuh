@@ -51,7 +51,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
     const int64_t i = row % p.q_length, b = row / p.q_length;
     const A lse = *p.logsumexp.at<const A>(b, h, i, 0);
     const A residual = *p.residual.at<const A>(b, h, i, 0);
-    const A delta = *p.delta.at<const A>(b, h, i, 0);
+    A delta = *p.delta.at<const A>(b, h, i, 0);
+    // A dead row's output takes part in nothing, whatever arrives for it.
+    if (!is_finite(delta) && lse == sink && residual == A{0}) {
+      delta = p.grad_logsumexp.defined() ? -*p.grad_logsumexp.at<const A>(b, h, i, 0) : A{0};
+    }
     const A weight = std::exp((sink - lse) - residual);
     // A sink of NaN or inf makes every row that sees a key NaN; a finite delta is a dead row's,
     // whose logsumexp is the sink itself.
