@@ -338,7 +338,6 @@ CASES: list[Case] = [
         kv_heads=1,
         is_causal=True,
         query_offset=299,
-        bias="BH1S",
         key_mask="float",
         softcap=2.0,
     ),
