@@ -180,6 +180,7 @@ def test_the_best_tier_is_chosen_and_avx512_bf16_where_it_is_fast() -> None:
     assert tier_in_use() == fast[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["default", "avx2", "avx512"])
 def test_torchs_variable_limits_the_tier(limit: str) -> None:
     """Torch has no name for avx512_bf16: its avx512 lets that in."""
@@ -194,6 +195,7 @@ def test_torchs_variable_limits_the_tier(limit: str) -> None:
     assert tier_in_use(ATEN_CPU_CAPABILITY=limit) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["default", "avx2"])
 def test_our_own_variable_picks_exactly(limit: str) -> None:
     for tier in TIERS:

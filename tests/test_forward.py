@@ -50,6 +50,7 @@ def test_table_is_accurate_in_every_tier(
         assert forward["lse"].dtype == wide
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("avx512_bf16" not in TIERS, reason="no bfloat16 products in this processor")
 def test_every_tier_of_avx512_agrees_but_for_bfloat16() -> None:
     different = set()
