@@ -1,12 +1,13 @@
-// Every instance of the product that the kernels use (kernels/cpu/microkernel.h), alone and in the
-// caches, in percent of the tier's multiply-add peak. Run by benchmarks/microkernels.py.
+// Every instance of the products that the kernels use (kernels/cpu/microkernel.h; row_scores.h and
+// row_values.h, for decoding), alone and in the caches, in percent of the tier's multiply-add peak.
+// Run by benchmarks/microkernels.py.
 #include <time.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
-#include "kernels/cpu/microkernel.h"
+#include "kernels/cpu/row_values.h"
 #include "kernels/cpu/tiers/entries.h"
 
 namespace tier = attention_ext::kernels::ATTENTION_EXT_TIER;
@@ -59,6 +60,18 @@ T* numbers(int64_t count) {
   return memory;
 }
 
+template <class T>
+const char* type_name() {
+  return sizeof(T) == 8 ? "float64" : "float32";
+}
+
+void print_rate(const char* type, const char* name, int tile_rows, int tile_columns, int64_t rows,
+                int64_t depth, double rate, double peak) {
+  std::printf("%-8s %-30s %dx%d  rows %3ld depth %3ld %7.1f GF/s %6.1f %%\n", type, name, tile_rows,
+              tile_columns, static_cast<long>(rows), static_cast<long>(depth), rate / 1e9,
+              100 * rate / peak);
+}
+
 // rows x (NV vectors) results over `depth` numbers of type In, operands strided as the kernels
 // stride theirs.
 template <class T, int NV, Start kStart, Read kRead, class In = T>
@@ -75,12 +88,8 @@ void instance(const char* name, double peak, int64_t rows, int64_t depth, int64_
   const double rate = best_rate(operations, [&] {
     tier::multiply_panel<T, NV, kStart, kRead>(a, lda, b, ldb, c, ldc, rows, depth, scale, Band{});
   });
-  std::printf("%-8s %-30s %dx%d  rows %3ld depth %3ld %7.1f GF/s %6.1f %%\n",
-              kPairs           ? "bfloat16"
-              : sizeof(T) == 8 ? "float64"
-                               : "float32",
-              name, tier::kTileRows<NV>, NV, static_cast<long>(rows), static_cast<long>(depth),
-              rate / 1e9, 100 * rate / peak);
+  print_rate(kPairs ? "bfloat16" : type_name<T>(), name, tier::kTileRows<NV>, NV, rows, depth, rate,
+             peak);
   std::free(a);
   std::free(b);
   std::free(c);
@@ -100,17 +109,47 @@ void strip(double peak) {
   }
 }
 
+// Decoding: NR query rows with a tile's keys, head sizes in lanes.
+template <class T, int NR>
+void rows(double peak) {
+  for (const int64_t size : {64, 128}) {
+    T* const q = numbers<T>(NR * size);
+    T* const keys = numbers<T>(kBlock * size);
+    T* const lines = numbers<T>(NR * kBlock);
+    T* const sums = numbers<T>(NR * size);
+    T shrink[NR];
+    for (T& factor : shrink) factor = T(0.5);
+    const tier::Operand<T> operand{keys, size};
+    const double operations = 2.0 * NR * static_cast<double>(kBlock * size);
+    const double scores =
+        best_rate(operations, [&] { tier::row_scores<T, NR>(q, size, operand, kBlock, lines); });
+    print_rate(type_name<T>(), "decode: scores = Q K^T", NR, tier::kKeysAtOnce<T, NR>, NR, size,
+               scores, peak);
+    const KeyRange all_keys{0, tier::quarter_of(kBlock)};
+    const double values = best_rate(operations, [&] {
+      tier::row_values<T, NR>(operand, kBlock, all_keys, size, lines, shrink, sums,
+                              [](int64_t) { return true; });
+    });
+    print_rate(type_name<T>(), "decode: output = r output + P V", NR, tier::kMostVectors<NR>, NR,
+               size, values, peak);
+    for (T* memory : {q, keys, lines, sums}) std::free(memory);
+  }
+}
+
 template <class T>
 void all() {
   const bool is_double = sizeof(T) == 8;
   const double peak =
       best_rate(tier::fma_loop(is_double, 1000), [&] { tier::fma_loop(is_double, 1000); });
-  std::printf("%-8s peak of bare multiply-adds %36.1f GF/s\n", is_double ? "float64" : "float32",
-              peak / 1e9);
+  std::printf("%-8s peak of bare multiply-adds %36.1f GF/s\n", type_name<T>(), peak / 1e9);
   strip<T, 1>(peak);
   strip<T, 2>(peak);
   strip<T, 3>(peak);
   strip<T, 4>(peak);
+  rows<T, 1>(peak);
+  rows<T, 2>(peak);
+  rows<T, 4>(peak);
+  if constexpr (tier::kRegisters == 32) rows<T, 8>(peak);
 }
 
 // Products of two inputs in the tier that multiplies pairs of bfloat16.

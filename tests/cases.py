@@ -263,7 +263,8 @@ CASES: list[Case] = [
     Case("decode", 1, 1100, 64, batch=(2,), heads=4, kv_heads=2),
     Case("decode_odd", 1, 577, 33, 17, batch=(2,), heads=3),
     Case("decode_group", 1, 2057, 128, batch=(1,), heads=8, kv_heads=1),
-    Case("decode_wide_group", 1, 1100, 17, batch=(2,), heads=26, kv_heads=2, layout="heads_last"),
+    Case("decode_rows_of_group", 3, 577, 40, 24, heads=10, kv_heads=2),  # 15: 8, 4, 2 and 1
+    Case("decode_wide_group", 1, 1100, 17, batch=(2,), heads=30, kv_heads=2, layout="heads_last"),
     Case("short_query", 5, 1025, 40, batch=(1,), heads=6, kv_heads=3),
     Case("long_keys", 100, 1100, 16, batch=(1,)),
     Case("long_queries", 1025, 100, 8, batch=(1,)),

@@ -1,12 +1,12 @@
 // Forward for very short queries (decoding with a key/value cache): bound by reading K and V, so an
 // item takes all heads of a group over one range of keys and reads every key once from memory (once
 // for every 64 rows of a large group, where products bind). Head sizes lie in lanes for the
-// products, so that a single query row wastes nothing, keys lie in lanes for the softmax, and
+// products, so that a single query row wastes nothing, keys of a few rows for the softmax, and
 // options and masks work on the same tiles as everywhere.
 #pragma once
 
 #include "kernels/cpu/finish.h"
-#include "kernels/cpu/row_scores.h"
+#include "kernels/cpu/row_values.h"
 
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
@@ -19,10 +19,13 @@ struct Decode {
   const int64_t heads_at_once;
   int64_t heads;  // at work: some neighbours of a group
   Tile<T> tile;
-  T* query;          // [head at work][row][e_padded], scaled
-  Partial<T>* part;  // per head at work; output [row][ev_padded]
-  T* lines;          // scores, then probabilities [row][kBlock]
-  T* scores;         // the same as a tile [key][kBlock], for options
+  // Of all rows at work, those of a head together.
+  T* query;          // [row][e_padded], scaled
+  T* output;         // [row][ev_padded], not normalised
+  T *maximum, *sum;  // [row]
+  T* lines;          // scores, then probabilities, kBlock a row: [key][row] of a group of rows
+  uint8_t* seen;     // [head at work][kBlock]
+  T* scores;         // of a head, as a tile [key][kBlock], for options
   T *key_rows, *value_rows;
   uint8_t* keep;
 
@@ -32,24 +35,27 @@ struct Decode {
         ev_padded(round_up(params.v_size, W)),
         heads_at_once(smaller(params.group(), kDecodeRowsAtOnce / larger(1, params.q_length))) {
     tile.allocate(arena, p);
-    query = arena.take<T>(heads_at_once * p.q_length * e_padded);
-    part = arena.take<Partial<T>>(heads_at_once);
-    for (int64_t n = 0; n < heads_at_once; ++n) {
-      Partial<T> one;
-      one.allocate(arena, p.q_length * ev_padded);
-      if (arena.memory != nullptr) part[n] = one;
-    }
+    const int64_t rows = heads_at_once * p.q_length;
+    query = arena.take<T>(rows * e_padded);
+    output = arena.take<T>(rows * ev_padded);
+    maximum = arena.take<T>(rows + kBlock);  // Partial::clear() clears as many from every row on
+    sum = arena.take<T>(rows + kBlock);
+    lines = arena.take<T>(rows * kBlock);
+    seen = arena.take<uint8_t>(heads_at_once * kBlock);
     scores = arena.take<T>(kBlock * kBlock);
-    lines = arena.take<T>(heads_at_once * p.q_length * kBlock);
     key_rows = arena.take<T>(in_lanes<T>(p.key, p.qk_size) ? 0 : kBlock * e_padded);
     value_rows = arena.take<T>(in_lanes<T>(p.value, p.v_size) ? 0 : kBlock * ev_padded);
     keep = arena.take<uint8_t>(p.dropout.threshold != 0 ? kBlock * kBlock : 0);
   }
 
-  AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t g, int64_t size,
+  AE_INLINE Partial<T> part(int64_t n) const {  // of head n at work
+    const int64_t row = n * p.q_length;
+    return {output + row * ev_padded, maximum + row, sum + row, seen + n * kBlock};
+  }
+
+  AE_INLINE Operand<T> operand(const View& view, const Problem& problem, int64_t h, int64_t size,
                                T* copy) {
-    const Rows source(view, problem.batch, g, problem.k_begin + tile.j0, 0);
-    return operand_of<T>(source, in_lanes<T>(view, size), tile.nk, size, copy);
+    return tile_operand(p, view, in_lanes<T>(view, size), problem, h, tile, size, copy);
   }
 
   // `count` heads of group g, from its head `first` on, over `keys`.
@@ -60,7 +66,7 @@ struct Decode {
     tile.i0 = 0;
     tile.nq = rows;
     for (int64_t n = 0; n < heads; ++n) {
-      part[n].clear(rows * ev_padded);
+      part(n).clear(rows * ev_padded);
       T* const q = query + n * rows * e_padded;
       copy_scaled<T>(Rows(p.query, problem.batch, h + n, 0, 0), rows, p.qk_size,
                      static_cast<T>(p.scale), q, e_padded);
@@ -76,8 +82,8 @@ struct Decode {
       for (int64_t n = 0; n < heads; ++n) {
         if (classify<T>(p, problem, h + n, tile) == Visibility::kHidden) continue;
         if (key.data == nullptr) {
-          key = operand(p.key, problem, g, p.qk_size, key_rows);
-          value = operand(p.value, problem, g, p.v_size, value_rows);
+          key = operand(p.key, problem, h, p.qk_size, key_rows);
+          value = operand(p.value, problem, h, p.v_size, value_rows);
         }
         if (n == 0 && alike() && !tile.mixed) {
           together(key, value);
@@ -85,7 +91,7 @@ struct Decode {
           break;
         }
         ++visited;
-        head(problem, h + n, part[n], query + n * rows * e_padded, key, value);
+        head(problem, h + n, n, key, value);
       }
     }
   }
@@ -96,63 +102,60 @@ struct Decode {
            p.softcap == 0 && p.alibi_slopes == nullptr && p.dropout.threshold == 0;
   }
 
-  // A visible tile without options for all rows at work: four rows share a reading of the
-  // keys, and one of the values.
+  // A visible tile without options for all rows at work, some of which share every reading of the
+  // keys and of the values.
   void together(const Operand<T>& key, const Operand<T>& value) {
-    const int64_t count = heads * p.q_length;
-    int64_t r = 0;
-    for (; r + 4 <= count; r += 4) {
-      row_scores<T, 4>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
+    const int64_t rows = heads * p.q_length;
+    T shrink[kDecodeRowsAtOnce];
+    for_row_groups<T>(rows, [&]<int NR>(int64_t r) {
+      row_scores<T, NR>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
+    });
+    for_row_groups<T>(rows, [&]<int NR>(int64_t r) { softmax_rows<NR>(r, shrink + r); });
+    for (int64_t n = 0; n < heads; ++n) note_seen(tile, part(n));
+    // So many values of each quarter lie in the first cache when the next rows come to them.
+    constexpr int64_t kAtOnce = 8;
+    const int64_t quarter = quarter_of(tile.nk);
+    for (int64_t y = 0; y < quarter; y += kAtOnce) {
+      const KeyRange keys{y, smaller(quarter, y + kAtOnce)};
+      for_row_groups<T>(rows, [&]<int NR>(int64_t r) {
+        row_values<T, NR>(value, tile.nk, keys, ev_padded, lines + r * kBlock, shrink + r,
+                          output + r * ev_padded, [](int64_t) { return true; });
+      });
     }
-    for (; r < count; ++r) {
-      row_scores<T, 1>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
-    }
-    for (int64_t n = 0; n < heads; ++n) note_seen(tile, part[n]);
-    for (r = 0; r + 4 <= count; r += 4) values_together<4>(value, r);
-    for (; r < count; ++r) values_together<1>(value, r);
   }
 
-  // Softmax and values of NR rows, from row r on.
-  template <int NR>
-  AE_INLINE void values_together(const Operand<T>& value, int64_t r) {
-    T shrink[NR];
-    T* output[NR];
-    for (int n = 0; n < NR; ++n) {
-      const Partial<T>& one = part[(r + n) / p.q_length];
-      const int64_t x = (r + n) % p.q_length;
-      shrink[n] = softmax_line(lines + (r + n) * kBlock, one, x);
-      output[n] = one.output + x * ev_padded;
-    }
-    values<NR>(value, 0, lines + r * kBlock, shrink, output);
-  }
-
-  void head(const Problem& problem, int64_t h, const Partial<T>& one, const T* q,
-            const Operand<T>& key, const Operand<T>& value) {
+  // The tile for head h, the n-th at work.
+  void head(const Problem& problem, int64_t h, int64_t n, const Operand<T>& key,
+            const Operand<T>& value) {
     const bool drop = p.dropout.threshold != 0;
-    note_seen(tile, one);
+    note_seen(tile, part(n));
     if (drop) {
       keep_tile<T>(p.dropout, problem.index, h, 0, tile.lanes, tile.j0, tile.nk, keep, kBlock);
     }
-    for (int64_t x = 0; x < tile.nq; ++x) {
-      row_scores<T, 1>(q + x * e_padded, e_padded, key, tile.nk, lines + x * kBlock);
+    const int64_t first = n * p.q_length;
+    for (int64_t r = first; r < first + tile.nq; ++r) {
+      row_scores<T, 1>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
     }
-    if (needs_adjusting(p, tile)) adjust(problem, h);
+    if (needs_adjusting(p, tile)) adjust(problem, h, lines + first * kBlock);
     for (int64_t x = 0; x < tile.nq; ++x) {
-      T* const line = lines + x * kBlock;
-      const T shrink = softmax_line(line, one, x);
+      const int64_t r = first + x;
+      T* const line = lines + r * kBlock;
+      T shrink;
+      softmax_rows<1>(r, &shrink);
       for (int64_t y = 0; drop && y < tile.nk; ++y) {
         if (keep[y * kBlock + x] == 0) line[y] = T{0};
       }
-      T* const output = one.output + x * ev_padded;
-      values<1>(value, x, line, &shrink, &output);
+      row_values<T, 1>(value, tile.nk, {0, quarter_of(tile.nk)}, ev_padded, line, &shrink,
+                       output + r * ev_padded,
+                       [&](int64_t y) { return !tile.mixed || tile.visible[y * kBlock + x] != 0; });
     }
   }
 
   // Options and masks work on tiles [key][query lane]: there and back.
-  void adjust(const Problem& problem, int64_t h) {
+  void adjust(const Problem& problem, int64_t h, T* of_head) {
     for (int64_t y = 0; y < tile.nk; ++y) {
       for (int64_t x = 0; x < tile.lanes; ++x) {
-        scores[y * kBlock + x] = x < tile.nq ? lines[x * kBlock + y] : T{0};
+        scores[y * kBlock + x] = x < tile.nq ? of_head[x * kBlock + y] : T{0};
       }
     }
     for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
@@ -160,73 +163,33 @@ struct Decode {
                            nullptr);
     });
     for (int64_t x = 0; x < tile.nq; ++x) {
-      for (int64_t y = 0; y < tile.nk; ++y) lines[x * kBlock + y] = scores[y * kBlock + x];
+      for (int64_t y = 0; y < tile.nk; ++y) of_head[x * kBlock + y] = scores[y * kBlock + x];
     }
   }
 
-  // Online softmax of one row with its keys in lanes. Returns what the sums of older keys shrink
-  // by.
-  AE_INLINE T softmax_line(T* line, const Partial<T>& one, int64_t x) {
-    const int64_t end = round_up(tile.nk, W);
-    for (int64_t y = tile.nk; y < end; ++y) line[y] = -kInfinity<T>;
-    Vec<T> most = broadcast(one.maximum[x]);
-    for (int64_t y = 0; y < end; y += W) most = max(most, load(line + y));
-    T maximum = most[0];
-    for (int lane = 1; lane < W; ++lane) maximum = most[lane] > maximum ? most[lane] : maximum;
-    const T base = maximum == -kInfinity<T> ? T{0} : maximum;
-    Vec<T> sum{};
-    for (int64_t y = 0; y < end; y += W) {
-      const Vec<T> prob = exp_bounded<T>(load(line + y) - base);
-      store(line + y, prob);
-      sum += prob;
-    }
-    T total{};
-    for (int lane = 0; lane < W; ++lane) total += sum[lane];
-    const T shrink = exp_bounded<T>(broadcast(one.maximum[x] - base))[0];
-    one.maximum[x] = maximum;
-    one.sum[x] = one.sum[x] * shrink + total;
-    return shrink;
-  }
-
-  // O rows = shrink * O rows + sum of visible p V, some vectors of them at a time. Hidden keys are
-  // left out, so what they hold is never felt; x is the lane that tells them, for a single row.
+  // Online softmax of a group of rows from row r on, some keys of each row in the lanes. `shrink`:
+  // what the sums of older keys shrink by.
   template <int NR>
-  AE_INLINE void values(const Operand<T>& value, int64_t x, const T* line, const T* shrink,
-                        T* const* output) {
-    // Accumulators for NR rows: 8 or 16 of 32 registers, 8 of 16.
-    constexpr int kMost = NR == 1 ? 8 : kRegisters == 32 ? 4 : 2;
-    int64_t e = 0;
-    for (; e + kMost * W <= ev_padded; e += kMost * W) {
-      value_vectors<NR, kMost>(value, x, line, shrink, e, output);
+  AE_INLINE void softmax_rows(int64_t r, T* shrink) {
+    T* const line = lines + r * kBlock;
+    const int64_t count = tile.nk * NR, end = round_up(count, W);
+    for (int64_t i = count; i < end; ++i) line[i] = -kInfinity<T>;
+    const Vec<T> before = repeat_lanes<T, NR>(load(maximum + r));
+    Vec<T> most = before;
+    for (int64_t i = 0; i < end; i += W) most = max(most, load(line + i));
+    most = fold_lanes<T, NR>(most, [](Vec<T> a, Vec<T> b) { return max(a, b); });
+    const Vec<T> base = select(equal(most, broadcast(-kInfinity<T>)), Vec<T>{}, most);
+    Vec<T> total{};
+    for (int64_t i = 0; i < end; i += W) {
+      const Vec<T> prob = exp_bounded<T>(load(line + i) - base);
+      store(line + i, prob);
+      total += prob;
     }
-    if (kMost > 4 && e + 4 * W <= ev_padded) {
-      value_vectors<NR, 4>(value, x, line, shrink, e, output);
-      e += 4 * W;
-    }
-    for (; e < ev_padded; e += W) value_vectors<NR, 1>(value, x, line, shrink, e, output);
-  }
-  template <int NR, int N>
-  AE_INLINE void value_vectors(const Operand<T>& value, int64_t x, const T* line, const T* shrink,
-                               int64_t e, T* const* output) {
-    Vec<T> sum[NR][N];
-    AE_UNROLL for (int r = 0; r < NR; ++r) {
-      AE_UNROLL for (int v = 0; v < N; ++v) {
-        sum[r][v] = load(output[r] + e + v * W) * broadcast(shrink[r]);
-      }
-    }
-    for (int64_t y = 0; y < tile.nk; ++y) {
-      if (NR == 1 && tile.mixed && tile.visible[y * kBlock + x] == 0) continue;
-      const T* const row = value.data + y * value.stride + e;
-      Vec<T> prob[NR];
-      AE_UNROLL for (int r = 0; r < NR; ++r) prob[r] = broadcast(line[r * kBlock + y]);
-      AE_UNROLL for (int v = 0; v < N; ++v) {
-        const Vec<T> right = load(row + v * W);
-        AE_UNROLL for (int r = 0; r < NR; ++r) sum[r][v] = fma(prob[r], right, sum[r][v]);
-      }
-    }
-    AE_UNROLL for (int r = 0; r < NR; ++r) {
-      AE_UNROLL for (int v = 0; v < N; ++v) store(output[r] + e + v * W, sum[r][v]);
-    }
+    total = fold_lanes<T, NR>(total, [](Vec<T> a, Vec<T> b) { return a + b; });
+    const Vec<T> factor = exp_bounded<T>(before - base);
+    store_lanes<T, NR>(shrink, factor);
+    store_lanes<T, NR>(maximum + r, most);
+    store_lanes<T, NR>(sum + r, fma(load(sum + r), factor, total));
   }
 
   // Results of the heads at work, the first of them `first_head`, into the tensors or, where the
@@ -235,7 +198,7 @@ struct Decode {
     const int64_t rows = p.q_length;
     for (int64_t n = 0; n < heads; ++n) {
       const int64_t h = first_head + n;
-      const Partial<T>& one = part[n];
+      const Partial<T> one = part(n);
       if (forward_splits(p) > 1) {
         const SplitResult<T> to(partials, p, problem.index * p.heads + h, split);
         save_statistics(rows, one, to);

@@ -89,8 +89,7 @@ struct Forward {
       for (int64_t x = 0; x < whole; x += W) check = fma(load(row + x), Vec<T>{}, check);
       for (int64_t x = whole; x < tile.nq; ++x) rest += row[x] * T{0};
     }
-    for (int lane = 0; lane < W; ++lane) rest += check[lane];
-    return rest == T{0};
+    return rest + sum_lanes<T>(check) == T{0};
   }
 
   // The query block (i0, nq) of head h against `keys`, into `part`; computed again carefully if a

@@ -305,9 +305,7 @@ bool all_finite(const T* in, int64_t n, int64_t columns, int64_t stride) {
       sum = fma(load(in + i * stride + j), Vec<T>{}, sum);
     }
   }
-  T total{};
-  for (int i = 0; i < W; ++i) total += sum[i];
-  return total == T{0};
+  return sum_lanes<T>(sum) == T{0};
 }
 
 // Bump allocator over a kernel's scratch; with no memory it only measures.

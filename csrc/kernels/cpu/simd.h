@@ -323,6 +323,37 @@ AE_INLINE Vec<T> sum_each(Vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
+// Lanes that are a multiple of N apart joined by f(a, b), halves first: lane i holds what all lanes
+// i, i + N, ... give.
+template <class T, int N, int D = kLanes<T> / 2, class F>
+AE_INLINE Vec<T> fold_lanes(Vec<T> x, F&& f) {
+  constexpr auto lanes = std::make_index_sequence<kLanes<T>>{};
+  if constexpr (D >= N) {
+    x = f(exchange<D, false>(x, x, lanes), exchange<D, true>(x, x, lanes));
+    return fold_lanes<T, N, D / 2>(x, f);
+  } else {
+    return x;
+  }
+}
+// The first N lanes again and again.
+template <class T, int N, size_t... I>
+AE_INLINE Vec<T> repeat_lanes(Vec<T> x, std::index_sequence<I...>) {
+  return __builtin_shufflevector(x, x, (int{I} % N)...);
+}
+template <class T, int N>
+AE_INLINE Vec<T> repeat_lanes(Vec<T> x) {
+  return repeat_lanes<T, N>(x, std::make_index_sequence<kLanes<T>>{});
+}
+// The first N lanes.
+template <class T, int N>
+AE_INLINE void store_lanes(T* p, Vec<T> x) {
+  __builtin_memcpy(p, &x, N * sizeof(T));
+}
+template <class T>
+AE_INLINE T sum_lanes(Vec<T> x) {
+  return fold_lanes<T, 1>(x, [](Vec<T> a, Vec<T> b) { return a + b; })[0];
+}
+
 // 16 x 16 bytes, by four perfect shuffles.
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 AE_INLINE void transpose_bytes(Bytes16 (&rows)[16]) {
