@@ -112,6 +112,7 @@ struct Backward {
         const int64_t first = ranges.of(hull.begin), last = ranges.of(hull.end - 1);
         if (r < first || r > last) continue;
         const Visit visit{problem, h, b, i0, nq, hull, r - first, last - first + 1};
+        gradient.tile.ahead.forget();
         if (b + 1 == blocks && h + 1 == (g + 1) * p.group() && worth_prefetching(problem)) {
           prefetch_keys(problem, g, keys);
         }
@@ -124,28 +125,31 @@ struct Backward {
 
   // Rows that are soon to be written or read. Those of one head lie far apart in the usual layouts,
   // which the hardware does not foresee.
-  AE_INLINE void prefetch_keys(const Problem& problem, int64_t g, KeyRange keys) const {
+  AE_INLINE void prefetch_keys(const Problem& problem, int64_t g, KeyRange keys) {
     const int64_t row = problem.k_begin + keys.begin, count = keys.end - keys.begin;
-    if (want_key) prefetch_rows<true>(Rows(p.grad_key, problem.batch, g, row, 0), count, p.qk_size);
-    if (want_value) {
-      prefetch_rows<true>(Rows(p.grad_value, problem.batch, g, row, 0), count, p.v_size);
-    }
+    const auto ask = [&](const View& view, int64_t columns) {
+      prefetch_rows<true>(gradient.tile.ahead, Rows(view, problem.batch, g, row, 0), count,
+                          columns);
+    };
+    if (want_key) ask(p.grad_key, p.qk_size);
+    if (want_value) ask(p.grad_value, p.v_size);
   }
-  AE_INLINE void prefetch_queries(const Visit& at) const {
+  AE_INLINE void prefetch_queries(const Visit& at) {
+    Ahead& ahead = gradient.tile.ahead;
     const int64_t row = at.problem.q_begin + at.i0, next = row + at.nq;
     if (want_query && at.place + 1 == at.places) {
-      prefetch_rows<true>(Rows(p.grad_query, at.problem.batch, at.h, row, 0), at.nq, p.qk_size);
+      prefetch_rows<true>(ahead, Rows(p.grad_query, at.problem.batch, at.h, row, 0), at.nq,
+                          p.qk_size);
     }
     const int64_t left = smaller(at.nq, at.problem.q_length - at.i0 - at.nq);
     if (left <= 0) return;
-    const auto ahead = [&](const View& view, int64_t columns) {
-      if (view.defined()) {
-        prefetch_rows<false>(Rows(view, at.problem.batch, at.h, next, 0), left, columns);
-      }
+    const auto ask = [&](const View& view, int64_t columns) {
+      if (!view.defined()) return;
+      prefetch_rows<false>(ahead, Rows(view, at.problem.batch, at.h, next, 0), left, columns);
     };
-    ahead(p.query, p.qk_size);
-    ahead(p.grad_output, p.v_size);
-    ahead(p.output, p.v_size);
+    ask(p.query, p.qk_size);
+    ask(p.grad_output, p.v_size);
+    ask(p.output, p.v_size);
   }
 
   // Whether a gradient is summed where it is to be in the end: whole vectors of adjacent rows, and
@@ -317,7 +321,7 @@ struct Backward {
       const auto product = fresh ? multiply_panel<T, NV, Start::kZero, kRead>
                                  : multiply_panel<T, NV, Start::kAdd, kRead>;
       product(a, kBlock, b.data + v * W, b.stride, c.data + v * W, c.stride, rows, depth, nullptr,
-              band);
+              band, &gradient.tile.ahead);
     });
   }
 

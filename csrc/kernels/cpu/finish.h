@@ -65,13 +65,14 @@ struct OutputRows {
   AE_INLINE const Rows* rest_or_null() const { return keep_rest ? &rest : nullptr; }
 };
 
-// Asks for the rows of a result that is long in the making: they lie far apart.
-AE_INLINE void prefetch_output(const AttentionParams& p, const Problem& problem, int64_t h,
-                               int64_t i0, int64_t nq) {
+// The rows of a result that is long in the making: they lie far apart.
+AE_INLINE void prefetch_output(Ahead& ahead, const AttentionParams& p, const Problem& problem,
+                               int64_t h, int64_t i0, int64_t nq) {
+  ahead.forget();
   if (!worth_prefetching(problem)) return;
   const OutputRows to(p, problem, h, i0);
-  prefetch_rows<true>(to.output, nq, p.v_size);
-  if (to.rest_or_null() != nullptr) prefetch_rows<true>(to.rest, nq, p.v_size);
+  prefetch_rows<true>(ahead, to.output, nq, p.v_size);
+  if (to.rest_or_null() != nullptr) prefetch_rows<true>(ahead, to.rest, nq, p.v_size);
 }
 
 // A query block whose keys were not split.

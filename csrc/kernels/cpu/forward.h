@@ -170,7 +170,7 @@ struct Forward {
     if (keys.begin >= keys.end) return;
     multiply_inputs<T, NV>(key.data + keys.begin * key.stride, key.stride, query + x,
                            scores + keys.begin * kBlock + x, keys.end - keys.begin, p.qk_size,
-                           static_cast<T>(p.scale));
+                           static_cast<T>(p.scale), &tile.ahead);
     if (adjust) adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);
     softmax_strip<T, NV>(scores, scale, part, x, keys);
     if (p.dropout.threshold != 0) drop_strip<T, NV>(scores, keep, x, keys);
@@ -186,7 +186,8 @@ struct Forward {
     const auto product = fresh ? multiply_panel<T, NV, Start::kZero, Read::kColumns>
                                : multiply_panel<T, NV, Start::kScale, Read::kColumns>;
     product(value.data + keys.begin * value.stride, value.stride, scores + keys.begin * kBlock + x,
-            kBlock, part.output + x, kBlock, p.v_size, keys.end - keys.begin, shrink, Band{});
+            kBlock, part.output + x, kBlock, p.v_size, keys.end - keys.begin, shrink, Band{},
+            &tile.ahead);
   }
 };
 

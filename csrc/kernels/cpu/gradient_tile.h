@@ -140,14 +140,15 @@ struct GradientTile {
     if (!decoding(p)) {
       multiply_inputs<T, NV>(key.data + keys.begin * key.stride, key.stride, q.query + x,
                              probabilities + keys.begin * kBlock + x, count, p.qk_size,
-                             static_cast<T>(p.scale));
+                             static_cast<T>(p.scale), &tile.ahead);
     }
     if (want_grad && !p.grad_output.defined() && !p.grad_weights.defined()) {
       for_scores<T, NV>(scores_grad + x, kBlock, keys,
                         [](Vec<T>, int64_t, int64_t) { return Vec<T>{}; });
     } else if (want_grad && p.grad_output.defined()) {
       multiply_inputs<T, NV>(value.data + keys.begin * value.stride, value.stride, q.grad + x,
-                             scores_grad + keys.begin * kBlock + x, count, p.v_size, q.grad_factor);
+                             scores_grad + keys.begin * kBlock + x, count, p.v_size, q.grad_factor,
+                             &tile.ahead);
     }
     const bool adjust = needs_adjusting(p, tile);
     if (adjust) {

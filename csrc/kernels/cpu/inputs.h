@@ -102,14 +102,14 @@ AE_INLINE Operand<U> tile_operand(const AttentionParams& p, const View& view, bo
 // C = factor * A B for `rows` rows of A and NV vectors of B's columns.
 template <class T, int NV, class In>
 AE_INLINE void multiply_inputs(const In* a, int64_t lda, const In* b, T* c, int64_t rows,
-                               int64_t size, [[maybe_unused]] T factor) {
+                               int64_t size, [[maybe_unused]] T factor, Ahead* ahead = nullptr) {
   constexpr auto multiply = multiply_panel<T, NV, Start::kZero, Read::kRows, In>;
   const int64_t depth = Input<In>::depth(size);
   if constexpr (std::is_same_v<T, In>) {
-    multiply(a, lda, b, kBlock, c, kBlock, rows, depth, nullptr, Band{});
+    multiply(a, lda, b, kBlock, c, kBlock, rows, depth, nullptr, Band{}, ahead);
   } else {
     const Vec<T> scale = broadcast(factor);
-    multiply(a, lda, b, kBlock, c, kBlock, rows, depth, &scale, Band{});
+    multiply(a, lda, b, kBlock, c, kBlock, rows, depth, &scale, Band{}, ahead);
   }
 }
 

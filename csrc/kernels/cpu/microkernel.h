@@ -5,6 +5,7 @@
 // the finished sum, so that the rounding of long sums grows with the number of blocks only.
 #pragma once
 
+#include "kernels/cpu/ahead.h"
 #include "kernels/cpu/simd.h"
 
 namespace attention_ext::kernels {
@@ -75,11 +76,12 @@ struct Band {
   int64_t high = kUnbounded;
 };
 
-// C rows [0, rows) of NV vectors.
+// C rows [0, rows) of NV vectors. `ahead` is asked for between tiles.
 template <class T, int NV, Start kStart, Read kRead, class In = T>
 __attribute__((noinline)) void multiply_panel(const In* a, int64_t lda, const In* b, int64_t ldb,
                                               T* c, int64_t ldc, int64_t rows, int64_t depth,
-                                              const Vec<T>* scale, Band band) {
+                                              const Vec<T>* scale, Band band,
+                                              Ahead* ahead = nullptr) {
   constexpr int MR = kTileRows<NV>;
   int64_t i = 0;
   auto go = [&]<int R>() __attribute__((always_inline)) {
@@ -92,6 +94,7 @@ __attribute__((noinline)) void multiply_panel(const In* a, int64_t lda, const In
           kRead == Read::kRows ? a + i * lda + first : a + first * lda + i, lda, b + first * ldb,
           ldb, c + i * ldc, ldc, count, scale);
     }
+    if (ahead != nullptr) ahead->some();
     i += R;
   };
   while (rows - i >= MR) go.template operator()<MR>();

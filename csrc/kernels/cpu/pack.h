@@ -3,6 +3,7 @@
 // for double ones).
 #pragma once
 
+#include "kernels/cpu/ahead.h"
 #include "kernels/cpu/half.h"
 #include "kernels/cpu/plan.h"
 #include "kernels/cpu/simd.h"
@@ -190,8 +191,8 @@ AE_INLINE void load_columns(const T* in, int64_t ldi, int64_t rest, Vec<T> (&squ
   transpose_square<T>(square);
 }
 
-// Asks for a block of rows ahead of its use: short pieces of rows far apart, which the hardware
-// does not foresee.
+// Asks for a block of rows that is wanted almost at once: short pieces of rows far apart, which the
+// hardware does not foresee.
 template <bool kWrite>
 AE_INLINE void prefetch_rows(const Rows& rows, int64_t n, int64_t columns) {
   constexpr int64_t kLine = 64;
@@ -201,6 +202,14 @@ AE_INLINE void prefetch_rows(const Rows& rows, int64_t n, int64_t columns) {
     const char* const row = rows.at(i, 0);
     for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(row + at, kWrite ? 1 : 0, 2);
   }
+}
+
+// The same for rows that are wanted a little later.
+template <bool kWrite>
+AE_INLINE void prefetch_rows(Ahead& ahead, const Rows& rows, int64_t n, int64_t columns) {
+  if (rows.column_stride != 1) return;
+  const int64_t size = element_size(rows.type);
+  ahead.add(rows.data, rows.row_stride * size, n, columns * size, kWrite);
 }
 
 // out[j][i] = factor * rows[i][j] for i < n, j < columns; lanes n.. up to a whole vector are zero.

@@ -45,9 +45,9 @@ constexpr int64_t kDecodeRowsAtOnce = 64;
 // rows, with nothing that might tell heads apart and no key outside the window. They share every
 // reading of K and V, and products have queries in lanes. That pays where the group fills vectors
 // of 16 lanes: with 32 heads 1.1 to 1.2 times as fast, with 64 1.2 to 1.35 times (AVX2 and
-// AVX-512), with 16 1.1 to 1.2 times on AVX2 and in float64, and as fast (D64) or a twentieth slower
-// (D128) on AVX-512, where 24 lose a sixth that way. Layouts decide nothing, so that no bit depends
-// on them.
+// AVX-512), with 16 1.1 to 1.2 times on AVX2 and in float64, and as fast (D64) or a twentieth
+// slower (D128) on AVX-512, where 24 lose a sixth that way. Layouts decide nothing, so that no bit
+// depends on them.
 AE_INLINE bool folds_group(const AttentionParams& p) {
   const int64_t group = p.group();
   if (p.packed() || p.q_length != 1 || group == 0) return false;

@@ -43,6 +43,7 @@ struct Tile {
   // Found by classify().
   bool mixed, has_bias, has_key_bias, windowed;
   WindowBounds window;
+  Ahead ahead;  // what products over the tile ask for on their way
 
   AE_INLINE void allocate(Arena& arena, const AttentionParams& p) {
     visible = arena.take<uint8_t>(kBlock * kBlock);
