@@ -206,7 +206,7 @@ struct Backward {
       }
       if (p.value.defined()) value = input(p.value, problem, h, p.v_size, value_rows);
       if (want_bias) {
-        prefetch_rows<true>(Rows(p.grad_bias, problem.batch, h, i0, j0), nq, tile.nk);
+        prefetch_rows<true>(tile.ahead, Rows(p.grad_bias, problem.batch, h, i0, j0), nq, tile.nk);
       }
       gradient.compute(p, problem, h, packed, key_input, value, want_scores, /*with_cap=*/true,
                        want_statistic ? statistic : nullptr);

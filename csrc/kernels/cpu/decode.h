@@ -136,7 +136,8 @@ struct Decode {
     for (int64_t r = first; r < first + tile.nq; ++r) {
       row_scores<T, 1>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
     }
-    if (needs_adjusting(p, tile)) adjust(problem, h, lines + first * kBlock);
+    if (needs_adjusting(p, tile) || tile.has_last_steps())
+      adjust(problem, h, lines + first * kBlock);
     for (int64_t x = 0; x < tile.nq; ++x) {
       const int64_t r = first + x;
       T* const line = lines + r * kBlock;
@@ -161,6 +162,12 @@ struct Decode {
     for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
       adjust_scores<T, NV>(p, problem, h, tile, v * W, scores + v * W, kBlock, {0, tile.nk},
                            nullptr);
+      with_last_steps(tile, [&](const auto& last) {
+        for_scores<T, NV>(scores + v * W, kBlock, {0, tile.nk},
+                          [&](Vec<T> value, int64_t y, int64_t lane) {
+                            return last(value, y * kBlock + v * W + lane);
+                          });
+      });
     });
     for (int64_t x = 0; x < tile.nq; ++x) {
       for (int64_t y = 0; y < tile.nk; ++y) of_head[x * kBlock + y] = scores[y * kBlock + x];

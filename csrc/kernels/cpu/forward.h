@@ -172,7 +172,8 @@ struct Forward {
                            scores + keys.begin * kBlock + x, keys.end - keys.begin, p.qk_size,
                            static_cast<T>(p.scale), &tile.ahead);
     if (adjust) adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);
-    softmax_strip<T, NV>(scores, scale, part, x, keys);
+    with_last_steps(
+        tile, [&](const auto& last) { softmax_strip<T, NV>(scores, scale, part, x, keys, last); });
     if (p.dropout.threshold != 0) drop_strip<T, NV>(scores, keep, x, keys);
   }
 

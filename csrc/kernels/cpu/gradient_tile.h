@@ -150,16 +150,18 @@ struct GradientTile {
                              scores_grad + keys.begin * kBlock + x, count, p.v_size, q.grad_factor,
                              &tile.ahead);
     }
-    const bool adjust = needs_adjusting(p, tile);
-    if (adjust) {
+    if (needs_adjusting(p, tile)) {
       adjust_scores<T, NV>(p, problem, h, tile, x, probabilities + x, kBlock, keys,
                            p.softcap > 0 ? cap + x : nullptr);
     }
-    if (adjust || p.dropout.threshold != 0 || !want_grad || statistic != nullptr) {
-      finish<NV, true>(p, q, x, keys, want_grad, with_cap, statistic);
-    } else {
-      finish<NV, false>(p, q, x, keys, want_grad, with_cap, statistic);
-    }
+    const bool plain = !tile.mixed && p.softcap == 0 && p.dropout.threshold == 0;
+    with_bias_step<T, /*kHide=*/false>(tile, [&](const auto& last) {
+      if (plain && want_grad && statistic == nullptr) {
+        finish<NV, false>(p, q, x, keys, want_grad, with_cap, statistic, last);
+      } else {
+        finish<NV, true>(p, q, x, keys, want_grad, with_cap, statistic, last);
+      }
+    });
   }
 
   // Keys of the tile that the strip's window leaves out hold zeros.
@@ -177,10 +179,10 @@ struct GradientTile {
 
   // P = exp((s - lse) - residual), dS = P (dP - delta). Hidden pairs are selected away, never
   // multiplied by zero.
-  template <int NV, bool kGeneral>
+  template <int NV, bool kGeneral, class Last>
   __attribute__((noinline)) void finish(const BackwardParams& p, const QueryBlock<T, In>& q,
                                         int64_t x, KeyRange keys, bool want_grad, bool with_cap,
-                                        T* statistic) {
+                                        T* statistic, const Last& last) {
     const bool drop = kGeneral && p.dropout.threshold != 0;
     const bool cap_slope = kGeneral && with_cap && p.softcap > 0;
     const T rescale = static_cast<T>(p.dropout.rescale);
@@ -191,7 +193,8 @@ struct GradientTile {
       Vec<T> total{};
       for (int64_t y = keys.begin; y < keys.end; ++y) {
         const int64_t at = y * kBlock + lane;
-        const Vec<T> prob = exp_vector<T>((load(probabilities + at) - lse) - residual);
+        const Vec<T> score = last(load(probabilities + at), at);
+        const Vec<T> prob = exp_vector<T>((score - lse) - residual);
         if constexpr (!kGeneral) {
           store(probabilities + at, prob);
           store(scores_grad + at, prob * (load(scores_grad + at) - delta));

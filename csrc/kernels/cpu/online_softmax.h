@@ -30,22 +30,30 @@ struct Partial {
   }
 };
 
-// Running maximum and sum of lanes [x, x + NV vectors); scores become probabilities, `scale` what
-// the sums of older keys shrink by.
-template <class T, int NV>
-AE_INLINE void softmax_strip(T* scores, T* scale, const Partial<T>& part, int64_t x,
-                             KeyRange keys) {
+// Running maximum and sum of lanes [x, x + NV vectors); scores become probabilities, once `last`
+// steps have been taken, `scale` what the sums of older keys shrink by.
+template <class T, int NV, class Last>
+AE_INLINE void softmax_strip(T* scores, T* scale, const Partial<T>& part, int64_t x, KeyRange keys,
+                             const Last& last) {
   constexpr int W = kLanes<T>;
   AE_UNROLL for (int v = 0; v < NV; ++v) {
     T* const s = scores + x + v * W;
     const Vec<T> before = load(part.maximum + x + v * W);
+    const auto score = [&](int64_t y) {
+      Vec<T> value = load(s + y * kBlock);
+      if constexpr (Last::kAny) {
+        value = last(value, y * kBlock + x + v * W);
+        store(s + y * kBlock, value);
+      }
+      return value;
+    };
     Vec<T> even = before, odd = before;
     int64_t y = keys.begin;
     for (; y + 2 <= keys.end; y += 2) {
-      even = max(even, load(s + y * kBlock));
-      odd = max(odd, load(s + (y + 1) * kBlock));
+      even = max(even, score(y));
+      odd = max(odd, score(y + 1));
     }
-    if (y < keys.end) even = max(even, load(s + y * kBlock));
+    if (y < keys.end) even = max(even, score(y));
     const Vec<T> most = max(even, odd);
     // A row that has seen nothing finite yet keeps a maximum of -inf; its scores must not become
     // NaN.
@@ -88,6 +96,7 @@ AE_INLINE void note_seen(const Tile<T>& tile, const Partial<T>& part) {
   }
   for (int64_t x = 0; x < tile.lanes; x += 16) {
     Bytes16 seen = load_bytes(part.seen + x);
+    if (!any_byte((Bytes16)(seen == 0))) continue;
     for (int64_t y = 0; y < tile.nk; ++y) seen |= load_bytes(tile.visible + y * kBlock + x);
     __builtin_memcpy(part.seen + x, &seen, 16);
   }

@@ -191,20 +191,8 @@ AE_INLINE void load_columns(const T* in, int64_t ldi, int64_t rest, Vec<T> (&squ
   transpose_square<T>(square);
 }
 
-// Asks for a block of rows that is wanted almost at once: short pieces of rows far apart, which the
+// Asks for a block of rows that is wanted a little later: short pieces of rows far apart, which the
 // hardware does not foresee.
-template <bool kWrite>
-AE_INLINE void prefetch_rows(const Rows& rows, int64_t n, int64_t columns) {
-  constexpr int64_t kLine = 64;
-  if (rows.column_stride != 1) return;
-  const int64_t bytes = columns * element_size(rows.type);
-  for (int64_t i = 0; i < n; ++i) {
-    const char* const row = rows.at(i, 0);
-    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(row + at, kWrite ? 1 : 0, 2);
-  }
-}
-
-// The same for rows that are wanted a little later.
 template <bool kWrite>
 AE_INLINE void prefetch_rows(Ahead& ahead, const Rows& rows, int64_t n, int64_t columns) {
   if (rows.column_stride != 1) return;
@@ -212,25 +200,30 @@ AE_INLINE void prefetch_rows(Ahead& ahead, const Rows& rows, int64_t n, int64_t 
   ahead.add(rows.data, rows.row_stride * size, n, columns * size, kWrite);
 }
 
-// out[j][i] = factor * rows[i][j] for i < n, j < columns; lanes n.. up to a whole vector are zero.
-template <class T>
-void transpose_in(const Rows& rows, int64_t n, int64_t columns, T factor, T* out, int64_t ldo) {
+// out[j][i] = f(rows[i][j]) for i < n, j < columns; lanes n.. up to a whole vector are f(0).
+template <class T, class F>
+AE_INLINE void transpose_with(const Rows& rows, int64_t n, int64_t columns, T* out, int64_t ldo,
+                              F&& f) {
   constexpr int W = kLanes<T>;
   const auto whole = [&](int64_t i0, int64_t j0) {
     Vec<T> square[W];
     load_transposed<T>(whole_rows<T>(rows, i0, j0), rows.row_stride, square);
     T* to = out + j0 * ldo + i0;
-    AE_UNROLL for (int j = 0; j < W; ++j, to += ldo) store(to, square[j] * factor);
+    AE_UNROLL for (int j = 0; j < W; ++j, to += ldo) store(to, f(square[j]));
   };
   const auto part = [&](int64_t i0, int64_t j0) {
     Vec<T> square[W];
     load_square<T>(rows, i0, n, j0, columns, square);
     transpose_square<T>(square);
     AE_UNROLL for (int j = 0; j < W; ++j) {
-      if (j < columns - j0) store(out + (j0 + j) * ldo + i0, square[j] * factor);
+      if (j < columns - j0) store(out + (j0 + j) * ldo + i0, f(square[j]));
     }
   };
   for_squares<T>(direct_rows<T>(rows), n, columns, whole, part);
+}
+template <class T>
+void transpose_in(const Rows& rows, int64_t n, int64_t columns, T factor, T* out, int64_t ldo) {
+  transpose_with<T>(rows, n, columns, out, ldo, [=](Vec<T> x) { return x * factor; });
 }
 
 // out rows = in[j][i] * scale[i] for i < n, j < columns; into `rest`, what rounding took from them.

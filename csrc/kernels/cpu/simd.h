@@ -354,16 +354,26 @@ AE_INLINE T sum_lanes(Vec<T> x) {
   return fold_lanes<T, 1>(x, [](Vec<T> a, Vec<T> b) { return a + b; })[0];
 }
 
-// 16 x 16 bytes, by four perfect shuffles.
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
-AE_INLINE void transpose_bytes(Bytes16 (&rows)[16]) {
+// Squares of 16 x 16 bytes side by side, as many as are fastest: two even where vectors are wider.
+constexpr int kSquaresOfBytes = kVectorBytes == 16 ? 1 : 2;
+typedef uint8_t Bytes __attribute__((vector_size(16 * kSquaresOfBytes)));
+
+// Lane i of the low or high halves of every 16 bytes of a and b, in turn.
+template <int kHalf, size_t... I>
+AE_INLINE Bytes interleave(Bytes a, Bytes b, std::index_sequence<I...>) {
+  constexpr int n = sizeof...(I);
+  return __builtin_shufflevector(
+      a, b, (int{I} / 16 * 16 + int{I} % 16 / 2 + 8 * kHalf + (int{I} % 2 == 0 ? 0 : n))...);
+}
+// Transposes each square, by four perfect shuffles.
+AE_INLINE void transpose_bytes(Bytes (&rows)[16]) {
+  constexpr auto lanes = std::make_index_sequence<sizeof(Bytes)>{};
   AE_UNROLL for (int stage = 0; stage < 4; ++stage) {
-    Bytes16 next[16];
+    Bytes next[16];
     AE_UNROLL for (int i = 0; i < 8; ++i) {
-      next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
-                                            5, 21, 6, 22, 7, 23);
-      next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27,
-                                                12, 28, 13, 29, 14, 30, 15, 31);
+      next[2 * i] = interleave<0>(rows[i], rows[i + 8], lanes);
+      next[2 * i + 1] = interleave<1>(rows[i], rows[i + 8], lanes);
     }
     AE_UNROLL for (int i = 0; i < 16; ++i) rows[i] = next[i];
   }

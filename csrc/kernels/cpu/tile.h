@@ -50,6 +50,7 @@ struct Tile {
     bias = arena.take<T>(p.attn_bias.defined() ? kBlock * kBlock : 0);
     key_bias = arena.take<T>(kBlock);
   }
+  AE_INLINE bool has_last_steps() const { return mixed || has_bias; }
   // Keys of this tile that lanes [x, x + width) may see through the window.
   AE_INLINE KeyRange strip_keys(int64_t x, int64_t width) const {
     if (!windowed) return {0, nk};
@@ -74,6 +75,7 @@ AE_INLINE bool any_byte(Bytes16 v) {
 struct Seen {
   bool some = false;
   bool hidden = false;
+  AE_INLINE bool both() const { return some && hidden; }
 };
 AE_INLINE void scan_row(const uint8_t* row, int64_t stride, int64_t n, Seen& seen) {
   int64_t k = 0;
@@ -97,24 +99,30 @@ AE_INLINE void scan_row(const uint8_t* row, int64_t stride, int64_t n, Seen& see
 // visible[y][x] = mask[x][y], zeros in the lanes behind nq.
 template <class T>
 void transpose_mask(const Rows& mask, Tile<T>& t) {
+  constexpr int kKeys = sizeof(Bytes);
   for (int64_t x0 = 0; x0 < t.lanes; x0 += 16) {
-    for (int64_t y0 = 0; y0 < t.nk; y0 += 16) {
-      Bytes16 square[16];
+    for (int64_t y0 = 0; y0 < t.nk; y0 += kKeys) {
+      const int64_t first = smaller(y0, larger(0, t.nk - kKeys)), count = smaller(kKeys, t.nk);
+      Bytes rows[16];
       AE_UNROLL for (int x = 0; x < 16; ++x) {
-        square[x] = Bytes16{};
+        rows[x] = Bytes{};
         if (x0 + x >= t.nq) continue;
-        const uint8_t* row = reinterpret_cast<const uint8_t*>(mask.at(x0 + x, y0));
-        if (mask.column_stride == 1 && y0 + 16 <= t.nk) {
-          square[x] = load_bytes(row);
+        const uint8_t* row = reinterpret_cast<const uint8_t*>(mask.at(x0 + x, first));
+        if (mask.column_stride == 1 && count == kKeys) {
+          __builtin_memcpy(&rows[x], row, kKeys);
         } else {
-          uint8_t bytes[16] = {};
-          for (int64_t y = 0; y < 16 && y0 + y < t.nk; ++y) bytes[y] = row[y * mask.column_stride];
-          square[x] = load_bytes(bytes);
+          uint8_t bytes[kKeys] = {};
+          for (int64_t y = 0; y < count; ++y) bytes[y] = row[y * mask.column_stride];
+          __builtin_memcpy(&rows[x], bytes, kKeys);
         }
       }
-      transpose_bytes(square);
-      AE_UNROLL for (int y = 0; y < 16; ++y) {
-        if (y0 + y < t.nk) __builtin_memcpy(t.visible + (y0 + y) * kBlock + x0, &square[y], 16);
+      transpose_bytes(rows);
+      AE_UNROLL for (int piece = 0; piece < kKeys; piece += 16) {
+        AE_UNROLL for (int y = 0; y < 16; ++y) {
+          if (piece + y >= count) break;
+          __builtin_memcpy(t.visible + (first + piece + y) * kBlock + x0,
+                           reinterpret_cast<const char*>(&rows[y]) + piece, 16);
+        }
       }
     }
   }
@@ -145,7 +153,7 @@ struct Classifier {
     Seen seen;
     const int64_t rows = mask.row_stride == 0 ? 1 : t.nq;
     const int64_t columns = mask.column_stride == 0 ? 1 : t.nk;
-    for (int64_t x = 0; x < rows; ++x) {
+    for (int64_t x = 0; x < rows && !seen.both(); ++x) {
       scan_row(reinterpret_cast<const uint8_t*>(mask.at(x, 0)), mask.column_stride, columns, seen);
     }
     if (!seen.some) return false;
@@ -230,18 +238,16 @@ struct Classifier {
     if (!p.attn_bias.defined()) return true;
     const Rows rows(p.attn_bias, problem.batch, h, t.i0, t.j0);
     const int64_t next = t.j0 + t.nk;  // the block after this one is likely as large
-    prefetch_rows<false>(Rows(p.attn_bias, problem.batch, h, t.i0, next), t.nq,
+    prefetch_rows<false>(t.ahead, Rows(p.attn_bias, problem.batch, h, t.i0, next), t.nq,
                          smaller(t.nk, problem.k_length - next));
     if (all_hidden(rows)) return false;
     t.has_bias = true;
-    transpose_in<T>(rows, t.nq, t.nk, T{1}, t.bias, kBlock);
     const Vec<T> hidden = broadcast(-kInfinity<T>);
     Mask<T> found{};
-    for (int64_t y = 0; y < t.nk; ++y) {
-      for (int64_t x = 0; x < t.lanes; x += kLanes<T>) {
-        found |= equal(load(t.bias + y * kBlock + x), hidden);
-      }
-    }
+    transpose_with<T>(rows, t.nq, t.nk, t.bias, kBlock, [&](Vec<T> x) {
+      found |= equal(x, hidden);
+      return x;
+    });
     if (!any<T>(found)) return true;
     start();
     for (int64_t y = 0; y < t.nk; ++y) {
@@ -299,13 +305,46 @@ AE_INLINE void for_scores(T* s, int64_t lds, KeyRange keys, F&& f) {
   }
 }
 
-template <class T>
-AE_INLINE bool needs_adjusting(const AttentionParams& p, const Tile<T>& t) {
-  return t.mixed || t.has_bias || t.has_key_bias || p.softcap > 0 || p.alibi_slopes != nullptr;
+// scale * dot -> softcap -> ALiBi -> bias + key mask -> -inf where hidden, in passes over the
+// scores but for the last steps, a bias without a key mask and hiding, which whoever reads the
+// scores next takes on its way.
+template <class T, bool kBias, bool kHide>
+struct LastSteps {
+  static constexpr bool kAny = kBias || kHide;
+  const T* bias;
+  const uint8_t* visible;
+
+  AE_INLINE Vec<T> operator()(Vec<T> score, int64_t at) const {
+    if constexpr (kBias) score += load(bias + at);
+    if constexpr (kHide) {
+      score = select(mask_from_bytes<T>(visible + at), score, broadcast(-kInfinity<T>));
+    }
+    return score;
+  }
+};
+template <class T, bool kHide, class F>
+AE_INLINE void with_bias_step(const Tile<T>& t, F&& f) {
+  if (t.has_bias && !t.has_key_bias) {
+    f(LastSteps<T, true, kHide>{t.bias, t.visible});
+  } else {
+    f(LastSteps<T, false, kHide>{t.bias, t.visible});
+  }
+}
+template <class T, class F>
+AE_INLINE void with_last_steps(const Tile<T>& t, F&& f) {
+  if (t.mixed) {
+    with_bias_step<T, true>(t, f);
+  } else {
+    with_bias_step<T, false>(t, f);
+  }
 }
 
-// scale * dot -> softcap -> ALiBi -> bias + key mask -> -inf where hidden. `slope` of softcap (1 -
-// tanh^2), if wanted, goes to cap.
+template <class T>
+AE_INLINE bool needs_adjusting(const AttentionParams& p, const Tile<T>& t) {
+  return t.has_key_bias || p.softcap > 0 || p.alibi_slopes != nullptr;
+}
+
+// The passes. `slope` of softcap (1 - tanh^2), if wanted, goes to cap.
 template <class T, int NV>
 __attribute__((noinline)) void adjust_scores(const AttentionParams& p, const Problem& problem,
                                              int64_t h, const Tile<T>& t, int64_t x, T* s,
@@ -348,19 +387,9 @@ __attribute__((noinline)) void adjust_scores(const AttentionParams& p, const Pro
       const Mask<T> finite = less(max(bias, -bias), broadcast(kInfinity<T>));
       return value + (finite_key ? select(finite, clamped, sum) : sum);
     });
-  } else if (t.has_bias) {
-    for_scores<T, NV>(s, lds, keys, [&](Vec<T> value, int64_t y, int64_t lane) {
-      return value + load(t.bias + y * kBlock + x + lane);
-    });
   } else if (t.has_key_bias) {
     for_scores<T, NV>(s, lds, keys,
                       [&](Vec<T> value, int64_t y, int64_t) { return value + t.key_bias[y]; });
-  }
-  if (t.mixed) {
-    const Vec<T> hidden = broadcast(-kInfinity<T>);
-    for_scores<T, NV>(s, lds, keys, [&](Vec<T> value, int64_t y, int64_t lane) {
-      return select(mask_from_bytes<T>(t.visible + y * kBlock + x + lane), value, hidden);
-    });
   }
 }
 

@@ -42,6 +42,7 @@ struct Weights {
     tile.i0 = i0;
     tile.nq = nq;
     tile.lanes = round_up(nq, W);
+    tile.ahead.forget();
     const int64_t step = key_block(problem.k_length), span = step * kWeightsKeyBlocks;
     for (int64_t begin = 0; begin < problem.k_length; begin += span) {
       const int64_t end = smaller(problem.k_length, begin + span);
@@ -98,20 +99,22 @@ struct Weights {
     if (!decoding(p)) {
       multiply_inputs<T, NV>(key.data + keys.begin * key.stride, key.stride, query + x,
                              scores + keys.begin * kBlock + x, keys.end - keys.begin, p.qk_size,
-                             static_cast<T>(p.scale));
+                             static_cast<T>(p.scale), &tile.ahead);
     }
     if (needs_adjusting(p, tile)) {
       adjust_scores<T, NV>(p, problem, h, tile, x, scores + x, kBlock, keys, nullptr);
     }
     const bool drop = p.dropout.threshold != 0;
     const T rescale = static_cast<T>(p.dropout.rescale);
-    for_scores<T, NV>(to + x, kBlock, keys, [&](Vec<T> sum, int64_t y, int64_t lane) {
-      const int64_t at = y * kBlock + x + lane;
-      Vec<T> prob =
-          exp_vector<T>((load(scores + at) - load(lse + x + lane)) - load(residual + x + lane));
-      if (tile.mixed) prob = select(mask_from_bytes<T>(tile.visible + at), prob, Vec<T>{});
-      if (drop) prob = select(mask_from_bytes<T>(keep + at), prob * rescale, Vec<T>{});
-      return sum + prob;
+    with_bias_step<T, /*kHide=*/false>(tile, [&](const auto& last) {
+      for_scores<T, NV>(to + x, kBlock, keys, [&](Vec<T> sum, int64_t y, int64_t lane) {
+        const int64_t at = y * kBlock + x + lane;
+        const Vec<T> score = last(load(scores + at), at);
+        Vec<T> prob = exp_vector<T>((score - load(lse + x + lane)) - load(residual + x + lane));
+        if (tile.mixed) prob = select(mask_from_bytes<T>(tile.visible + at), prob, Vec<T>{});
+        if (drop) prob = select(mask_from_bytes<T>(keep + at), prob * rescale, Vec<T>{});
+        return sum + prob;
+      });
     });
   }
 };
