@@ -87,7 +87,8 @@ def attention(
 
     Returns:
         ``out`` (B, H, L, Ev), laid out in memory as (B, L, H, Ev); then logsumexp, then weights, if
-        asked for.
+        asked for. Gradients of contiguous query, key and value are contiguous, of others laid out
+        like ``out``.
 
     Raises:
         RuntimeError: for an argument of a wrong shape, dtype, device or value; the text names it.

@@ -305,7 +305,8 @@ def test_gradients_are_fresh_dense_memory_in_the_stated_layout() -> None:
         output.sum().backward()
     grad_query, grad_key, grad_value, grad_bias, grad_sinks = captured
     assert grad_sinks is None
-    for grad in (grad_query, grad_key, grad_value):
+    assert grad_query.is_contiguous()  # as the query is
+    for grad in (grad_key, grad_value):
         assert grad.transpose(1, 2).is_contiguous()
     assert grad_bias.shape == bias.shape and grad_bias.is_contiguous()
     pointers = {x.untyped_storage().data_ptr() for x in captured[:4]}

@@ -134,6 +134,35 @@ def test_fake_results_have_the_real_strides_and_storage_of_their_own(
         assert real.untyped_storage().nbytes() == real.numel() * real.element_size()
 
 
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "heads_last", "strided", "expanded"])
+def test_gradients_are_contiguous_where_inputs_are_and_else_lie_like_the_output(
+    layout: str, weights: bool
+) -> None:
+    args, kwargs, results = _forward(Case(layout, 5, 7, 8, layout=layout))  # type: ignore[arg-type]
+    if weights:
+        more = {**kwargs, "average_heads": False}
+        tensors = (*args[:2], *args[3:], *results[1:3])
+        incoming = ops.attention_weights(*tensors, **more).detach()
+        op, call = ops.attention_weights_backward, (incoming, *tensors, [True, True, False, False])
+        kwargs = more
+    else:
+        op = ops.attention_backward
+        call = (results[0], None, *args, *results, [True, True, True, False, False])
+    on_meta = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if isinstance(x, Tensor)
+        else x
+        for x in call
+    ]
+    grads, fake = op(*call, **kwargs), op(*on_meta, **kwargs)
+    for x, grad, meta in zip(args[:2] if weights else args[:3], grads, fake, strict=False):
+        as_output = torch.empty(x.transpose(1, 2).shape).transpose(1, 2)
+        assert x.is_contiguous() == (layout == "contiguous")
+        expected = torch.empty(x.shape) if x.is_contiguous() else as_output
+        assert grad.stride() == meta.stride() == expected.stride()
+
+
 def test_ops_are_marked_as_safe_to_compile() -> None:
     for name in ("", "_backward", "_weights", "_weights_backward"):
         op = getattr(ops, f"attention{name}").default

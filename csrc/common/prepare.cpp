@@ -15,6 +15,13 @@ at::Tensor empty_heads(const at::Tensor& like, int64_t heads, int64_t rows, int6
   return at::empty(sizes, like.options()).transpose(-3, -2);
 }
 
+// The gradient of query, key or value: contiguous if its input is, so that rows of a head that are
+// adjacent there are adjacent here, else as the output lies.
+at::Tensor empty_gradient(const at::Tensor& of) {
+  if (of.is_contiguous()) return at::empty(of.sizes(), of.options());
+  return empty_heads(of, of.size(-3), of.size(-2), of.size(-1));
+}
+
 at::TensorOptions exact_options(const at::Tensor& query) {
   return query.options().dtype(accumulation_type(query.scalar_type()));
 }
@@ -45,11 +52,11 @@ ForwardCall::ForwardCall(bool on_device, const at::Tensor& query, const at::Tens
 void GradientCall::fill_query_and_key(const at::Tensor& query, const at::Tensor& key,
                                       bool wants_query, bool wants_key) {
   if (wants_query) {
-    grad_query = empty_heads(query, shape.heads, shape.q_length, shape.qk_size);
+    grad_query = empty_gradient(query);
     params.grad_query = make_view(grad_query, shape.batch_sizes, storage);
   }
   if (wants_key) {
-    grad_key = empty_heads(key, shape.kv_heads, shape.k_length, shape.qk_size);
+    grad_key = empty_gradient(key);
     params.grad_key = make_view(grad_key, shape.batch_sizes, storage);
   }
 }
@@ -92,7 +99,7 @@ GradientCall::GradientCall(bool on_device, const std::optional<at::Tensor>& grad
   }
   fill_query_and_key(query, key, wanted[0], wanted[1]);
   if (wanted[2]) {
-    grad_value = empty_heads(value, shape.kv_heads, shape.k_length, shape.v_size);
+    grad_value = empty_gradient(value);
     // Logsumexp does not depend on the values.
     if (params.grad_output.defined()) {
       params.grad_value = make_view(grad_value, shape.batch_sizes, storage);

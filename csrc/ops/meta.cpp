@@ -1,6 +1,7 @@
 // What each op returns, without data: shapes, dtypes and strides exactly as the real kernels give
-// them, on symbolic sizes. Gradients of query, key and value lie in memory as (B, L, H, E), like
-// the output; the bias's and the sinks' are contiguous.
+// them, on symbolic sizes. Gradients of query, key and value are contiguous where these are, and
+// lie in memory as (B, L, H, E) where not, like the output; the bias's and the sinks' are
+// contiguous.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -28,12 +29,13 @@ at::Tensor rows_first(const at::Tensor& like, const c10::SymInt& heads, const c1
   return contiguous(sizes, like, like.scalar_type()).transpose(-2, -3);
 }
 
-at::Tensor rows_first(const at::Tensor& like) {
-  return rows_first(like, like.sym_size(-3), like.sym_size(-2), like.sym_size(-1));
-}
-
 at::Tensor contiguous_like(const at::Tensor& tensor) {
   return contiguous(leading(tensor, tensor.dim()), tensor, tensor.scalar_type());
+}
+
+at::Tensor gradient_of(const at::Tensor& input) {
+  if (input.is_contiguous_or_false()) return contiguous_like(input);
+  return rows_first(input, input.sym_size(-3), input.sym_size(-2), input.sym_size(-1));
 }
 
 at::ScalarType accumulation_of(const at::Tensor& query) {
@@ -60,9 +62,9 @@ Tensor5 attention_backward_meta(OptionalArg grad_output, OptionalArg grad_logsum
   check_attention_backward(grad_output, grad_logsumexp, query, key, value, options, output,
                            logsumexp, logsumexp_residual, output_residual, wanted);
   Tensor5 grads;
-  if (wanted[0]) std::get<0>(grads) = rows_first(query);
-  if (wanted[1]) std::get<1>(grads) = rows_first(key);
-  if (wanted[2]) std::get<2>(grads) = rows_first(value);
+  if (wanted[0]) std::get<0>(grads) = gradient_of(query);
+  if (wanted[1]) std::get<1>(grads) = gradient_of(key);
+  if (wanted[2]) std::get<2>(grads) = gradient_of(value);
   if (wanted[3]) std::get<3>(grads) = contiguous_like(*options.attn_bias);
   if (wanted[4]) std::get<4>(grads) = contiguous_like(*options.sinks);
   return grads;
@@ -84,8 +86,8 @@ Tensor4 attention_weights_backward_meta(TensorArg grad_weights, TensorArg query,
   check_attention_weights_backward(grad_weights, query, key, options, logsumexp, logsumexp_residual,
                                    average_heads, wanted);
   Tensor4 grads;
-  if (wanted[0]) std::get<0>(grads) = rows_first(query);
-  if (wanted[1]) std::get<1>(grads) = rows_first(key);
+  if (wanted[0]) std::get<0>(grads) = gradient_of(query);
+  if (wanted[1]) std::get<1>(grads) = gradient_of(key);
   if (wanted[2]) std::get<2>(grads) = contiguous_like(*options.attn_bias);
   if (wanted[3]) std::get<3>(grads) = contiguous_like(logsumexp);
   return grads;

@@ -19,6 +19,9 @@ void finish_statistics(const AttentionParams& p, const Problem& problem, int64_t
   constexpr int W = kLanes<T>;
   const T nan = std::numeric_limits<T>::quiet_NaN();
   const T rescale = static_cast<T>(p.dropout.rescale);
+  T* const lse_rows = p.logsumexp.at<T>(problem.batch, h, problem.q_begin + i0, 0);
+  T* const residual_rows = p.residual.at<T>(problem.batch, h, problem.q_begin + i0, 0);
+  const bool together = p.logsumexp.stride[2] == 1 && p.residual.stride[2] == 1;
   const T sink = p.sinks != nullptr ? static_cast<const T*>(p.sinks)[h] : -kInfinity<T>;
   for (int64_t x = 0; x < nq; x += W) {
     Vec<T> m = load(part.maximum + x), l = load(part.sum + x), weight = broadcast(T{1});
@@ -33,6 +36,15 @@ void finish_statistics(const AttentionParams& p, const Problem& problem, int64_t
     const Vec<T> lse = m + log_sum;
     const Vec<T> residual = (m - lse) + log_sum;
     const Vec<T> factor = weight * rescale / l;
+    // Rows that saw a key and have a positive sum need no decisions.
+    const Mask<T> usual =
+        mask_from_bytes<T>(part.seen + x) & less(broadcast(-kInfinity<T>), m) & less(Vec<T>{}, l);
+    if (together && x + W <= nq && !any<T>(static_cast<Mask<T>>(~usual))) {
+      store(lse_rows + x, lse);
+      store(residual_rows + x, residual);
+      store(part.sum + x, factor);
+      continue;
+    }
     for (int64_t lane = 0; lane < W && x + lane < nq; ++lane) {
       const int64_t i = problem.q_begin + i0 + x + lane;
       T row_lse = lse[lane], row_residual = residual[lane], row_factor = factor[lane];

@@ -77,7 +77,7 @@ struct QueryBlock {
     }
     grad_factor = factor;
     row_deltas<T>(p, problem.batch, h, i, nq, delta);
-    for (int64_t x = 0; x < kBlock; ++x) {
+    for (int64_t x = 0; x < round_up(nq, kLanes<T>); ++x) {
       const bool real = x < nq;
       lse[x] = real ? *p.logsumexp.at<T>(problem.batch, h, i + x, 0) : T{0};
       residual[x] = real ? *p.residual.at<T>(problem.batch, h, i + x, 0) : T{0};

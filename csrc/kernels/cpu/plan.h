@@ -159,8 +159,8 @@ AE_INLINE int64_t bias_turns(const BackwardParams& p) {
          backward_ranges(p);
 }
 
-// Whether rows are asked for ahead of their use: short problems are done before they arrive.
-AE_INLINE bool worth_prefetching(const Problem& problem) { return problem.k_length > 2 * kBlock; }
+// Whether rows are asked for ahead of their use: a single block is done before they arrive.
+AE_INLINE bool worth_prefetching(const Problem& problem) { return problem.k_length > kBlock; }
 
 // The query blocks of all problems, those of a head together: which one is `item`?
 struct BlockIndex {
