@@ -103,6 +103,7 @@ def test_wrong_call_is_answered_by_its_sentence(
     op = "" if sentence.startswith("attention_ext:") else r"attention(_weights)?(_backward)?: "
     wanted = op + parts
     assert re.match(wanted, answer["message"], re.DOTALL), answer["message"]
+    assert not re.search(r"\b(\w+) or \1\b", answer["message"]), "a type is named twice"
     assert answer["kind"] == "RuntimeError"
     assert answer["right after"], "the next right call went wrong"
 

@@ -187,7 +187,7 @@ WRONG_CALLS: dict[str, Callable[[], object]] = {
         key_mask=sparse(B, S, dtype=BOOL)
     ),
     "key_mask must be on the query's device ": lambda: attention(key_mask=meta(B, S, dtype=BOOL)),
-    "key_mask must be bool, ": lambda: attention(key_mask=normal(B, S, dtype=INT)),
+    "key_mask must be bool or ": lambda: attention(key_mask=normal(B, S, dtype=INT)),
     "key_mask must have the query's batch dimensions and S, ": lambda: attention(
         key_mask=normal(S, dtype=BOOL)
     ),

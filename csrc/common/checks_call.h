@@ -49,6 +49,10 @@ struct Call {
 inline bool is_own_or_float(const Call& call, const at::Tensor& tensor) {
   return tensor.scalar_type() == call.dtype || tensor.scalar_type() == call.accumulation;
 }
+inline std::string own_or_float(const Call& call) {
+  if (call.dtype == call.accumulation) return c10::str(call.dtype);
+  return c10::str(call.dtype, " or ", call.accumulation);
+}
 
 inline c10::SymDimVector join(Sizes left, std::initializer_list<c10::SymInt> right) {
   c10::SymDimVector sizes(left.begin(), left.end());

@@ -49,8 +49,8 @@ void check_attn_bias(const Call& call, const at::Tensor& bias) {
                  layout_of(bias));
   CHECK_ARGUMENT(call.op, bias.device() == call.device, "attn_bias must be on the query's device ",
                  call.device, ", got ", bias.device());
-  CHECK_ARGUMENT(call.op, is_own_or_float(call, bias), "attn_bias must be ", call.dtype, " or ",
-                 call.accumulation, " (a bool mask is attn_mask), got ", bias.scalar_type());
+  CHECK_ARGUMENT(call.op, is_own_or_float(call, bias), "attn_bias must be ", own_or_float(call),
+                 " (a bool mask is attn_mask), got ", bias.scalar_type());
   CHECK_ARGUMENT(call.op, bias.dim() != 3 || call.query.dim() == 3,
                  "attn_bias with 3 dimensions could mean (B, L, S) or (H, L, S): unsqueeze(1) or "
                  "unsqueeze(0) it to the query's number of dimensions, got ",
@@ -69,8 +69,7 @@ void check_key_mask(const Call& call, const at::Tensor& mask) {
   CHECK_ARGUMENT(call.op, mask.device() == call.device, "key_mask must be on the query's device ",
                  call.device, ", got ", mask.device());
   CHECK_ARGUMENT(call.op, mask.scalar_type() == at::kBool || is_own_or_float(call, mask),
-                 "key_mask must be bool, ", call.dtype, " or ", call.accumulation, ", got ",
-                 mask.scalar_type());
+                 "key_mask must be bool or ", own_or_float(call), ", got ", mask.scalar_type());
   const auto expected = join(call.batch, {call.keys});
   CHECK_ARGUMENT(call.op, same(mask.sym_sizes(), expected),
                  "key_mask must have the query's batch dimensions and S, ", Sizes(expected),
@@ -82,8 +81,8 @@ void check_sinks(const Call& call, const at::Tensor& sinks) {
                  layout_of(sinks));
   CHECK_ARGUMENT(call.op, sinks.device() == call.device, "sinks must be on the query's device ",
                  call.device, ", got ", sinks.device());
-  CHECK_ARGUMENT(call.op, is_own_or_float(call, sinks), "sinks must be ", call.dtype, " or ",
-                 call.accumulation, ", got ", sinks.scalar_type());
+  CHECK_ARGUMENT(call.op, is_own_or_float(call, sinks), "sinks must be ", own_or_float(call),
+                 ", got ", sinks.scalar_type());
   CHECK_ARGUMENT(call.op, sinks.dim() == 1 && holds(sinks.sym_size(0).sym_eq(call.heads)),
                  "sinks must have one value a query head, (", call.heads, "), got ",
                  sinks.sym_sizes());
@@ -96,8 +95,8 @@ void check_alibi_slopes(const Call& call, const at::Tensor& slopes,
   CHECK_ARGUMENT(call.op, slopes.device() == call.device,
                  "alibi_slopes must be on the query's device ", call.device, ", got ",
                  slopes.device());
-  CHECK_ARGUMENT(call.op, is_own_or_float(call, slopes), "alibi_slopes must be ", call.dtype,
-                 " or ", call.accumulation, ", got ", slopes.scalar_type());
+  CHECK_ARGUMENT(call.op, is_own_or_float(call, slopes), "alibi_slopes must be ",
+                 own_or_float(call), ", got ", slopes.scalar_type());
   if (options.cu_seqlens_q) {
     const auto sequences = options.cu_seqlens_q->sym_size(0) - 1;
     CHECK_ARGUMENT(call.op,
