@@ -136,8 +136,9 @@ struct Decode {
     for (int64_t r = first; r < first + tile.nq; ++r) {
       row_scores<T, 1>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
     }
-    if (needs_adjusting(p, tile) || tile.has_last_steps())
+    if (needs_adjusting(p, tile) || tile.has_last_steps()) {
       adjust(problem, h, lines + first * kBlock);
+    }
     for (int64_t x = 0; x < tile.nq; ++x) {
       const int64_t r = first + x;
       T* const line = lines + r * kBlock;

@@ -7,8 +7,8 @@
 // while K and V lie in L1/L2:
 //   1 classify   hidden pairs of blocks are skipped, mixed ones carry a byte per pair
 //   2 S^T        product
-//   3 adjust     softcap, ALiBi, bias, masks; only where there is one
-//   4 softmax    running maximum and sum, P in place; dropout
+//   3 adjust     softcap, ALiBi, float key masks; only where there is one
+//   4 softmax    bias and hiding on its way, running maximum and sum, P in place; dropout
 //   5 O^T        product, rescaled while its accumulators are loaded
 // Hidden values meet the sums as 0 * V. That is exact unless V is not finite, which the result
 // shows: then the block is computed again with every hidden pair left out of the sums (`careful`).

@@ -50,7 +50,7 @@ struct Tile {
     bias = arena.take<T>(p.attn_bias.defined() ? kBlock * kBlock : 0);
     key_bias = arena.take<T>(kBlock);
   }
-  AE_INLINE bool has_last_steps() const { return mixed || has_bias; }
+  AE_INLINE bool has_last_steps() const { return mixed || has_bias; }  // see LastSteps
   // Keys of this tile that lanes [x, x + width) may see through the window.
   AE_INLINE KeyRange strip_keys(int64_t x, int64_t width) const {
     if (!windowed) return {0, nk};
@@ -305,9 +305,9 @@ AE_INLINE void for_scores(T* s, int64_t lds, KeyRange keys, F&& f) {
   }
 }
 
-// scale * dot -> softcap -> ALiBi -> bias + key mask -> -inf where hidden, in passes over the
-// scores but for the last steps, a bias without a key mask and hiding, which whoever reads the
-// scores next takes on its way.
+// scale * dot -> softcap -> ALiBi -> bias + key mask -> -inf where hidden. adjust_scores() makes
+// passes over the scores, up to the last steps (a bias without a key mask, hiding), which whoever
+// reads the scores next takes on its way. Who selects by `visible` afterwards needs no hiding.
 template <class T, bool kBias, bool kHide>
 struct LastSteps {
   static constexpr bool kAny = kBias || kHide;
@@ -344,7 +344,7 @@ AE_INLINE bool needs_adjusting(const AttentionParams& p, const Tile<T>& t) {
   return t.has_key_bias || p.softcap > 0 || p.alibi_slopes != nullptr;
 }
 
-// The passes. `slope` of softcap (1 - tanh^2), if wanted, goes to cap.
+// All but the last steps. The slope of softcap (1 - tanh^2), if wanted, goes to cap.
 template <class T, int NV>
 __attribute__((noinline)) void adjust_scores(const AttentionParams& p, const Problem& problem,
                                              int64_t h, const Tile<T>& t, int64_t x, T* s,
