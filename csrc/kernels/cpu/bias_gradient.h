@@ -84,6 +84,7 @@ struct BiasGradient {
     Tile<T>& tile = gradient.tile;
     tile.i0 = row_tile * plan.rows;
     tile.nq = smaller(plan.rows, p.q_length - tile.i0);
+    tile.ahead.forget();
     const int64_t begin = key_tile * plan.keys, end = smaller(p.k_length, begin + plan.keys);
     const int64_t step = key_block(p.k_length);
     bool have_queries = false;

@@ -80,7 +80,6 @@ struct OutputRows {
 // The rows of a result that is long in the making: they lie far apart.
 AE_INLINE void prefetch_output(Ahead& ahead, const AttentionParams& p, const Problem& problem,
                                int64_t h, int64_t i0, int64_t nq) {
-  ahead.forget();
   if (!worth_prefetching(problem)) return;
   const OutputRows to(p, problem, h, i0);
   prefetch_rows<true>(ahead, to.output, nq, p.v_size);

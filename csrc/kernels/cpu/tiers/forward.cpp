@@ -61,6 +61,7 @@ void run(const AttentionParams& p, void* partials, WorkQueue& queue, void* memor
     const int64_t i0 = (blocks_of(problem.q_length, rows) - 1 - at.block) * rows;
     const int64_t nq = smaller(rows, problem.q_length - i0);
     const int64_t split = item % splits;
+    forward.tile.ahead.forget();
     if (splits == 1) prefetch_output(forward.tile.ahead, p, problem, at.head, i0, nq);
     forward.query_rows(problem, at.head, i0, nq, split_keys(p, problem, split), visited);
     if (splits == 1) {
