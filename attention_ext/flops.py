@@ -82,7 +82,8 @@ def _attention_weights_backward(
     out_val: Any = None,
     **scalars: Any,
 ) -> int:
-    return _products(query, key, _padded(others)) * 3 * query.size(-1)
+    # The scores twice: what a row sums up to comes before the gradients of query and key.
+    return _products(query, key, _padded(others)) * 4 * query.size(-1)
 
 
 def _by_name(options: Sequence[Any], keywords: dict[str, Any]) -> list[Any]:

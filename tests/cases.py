@@ -500,12 +500,13 @@ def evaluate(
     args: Sequence[Tensor],
     kwargs: Mapping[str, Any],
     seed: int = 0,
+    shift: float = 0.0,
     **more: Any,
 ) -> dict[str, Tensor]:
     """Calls, and goes backward if anything requires grad: results and gradients by name.
 
-    Every result gets an incoming gradient drawn from the seed, the same one in every dtype; rows
-    whose logsumexp is -inf get none through it.
+    Every result gets an incoming gradient drawn from the seed, around `shift`, the same one in
+    every dtype; rows whose logsumexp is -inf get none through it.
     """
     outputs = function(*args, **kwargs, **more)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -520,7 +521,7 @@ def evaluate(
         for name, x in results.items():
             drawn = torch.randn(x.shape, generator=random, dtype=torch.float64).to(x.device)
             # Drawn numbers are short enough for 16 bits, so that every dtype gets the same ones.
-            drawn = (drawn * 32).round() / 32
+            drawn = (drawn * 32).round() / 32 + shift
             if name == "lse":
                 drawn = drawn.masked_fill(x.isinf(), 0)
             incoming.append(drawn.to(x.dtype))
@@ -552,11 +553,17 @@ def truth_and_plain(
 
 
 def _truth_and_plain(
-    args: Sequence[Tensor], kwargs: Mapping[str, Any], function: Callable[..., Any], **more: Any
+    args: Sequence[Tensor],
+    kwargs: Mapping[str, Any],
+    function: Callable[..., Any],
+    shift: float = 0.0,
+    **more: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    truth = evaluate(function, *upcast(args, kwargs), **more)
     dtype = args[0].dtype
-    plain = evaluate(partial(function, compute_dtype=dtype), *upcast(args, kwargs, dtype), **more)
+    truth, plain = (
+        evaluate(f, *upcast(args, kwargs, to), shift=shift, **more)
+        for f, to in ((function, torch.float64), (partial(function, compute_dtype=dtype), dtype))
+    )
     if "lse" in plain and dtype in (torch.bfloat16, torch.float16):
         with torch.no_grad():
             wide = function(*args, **kwargs, **more, compute_dtype=torch.float32)

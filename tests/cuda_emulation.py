@@ -456,11 +456,12 @@ class _Weights(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         bias: Tensor | None,
+        sinks: Tensor | None,
         lse: Tensor,
         residual: Tensor,
     ) -> Tensor:
         call, batch = Call(), q.shape[:-3]
-        options = {**options, "attn_bias": bias}
+        options = {**options, "attn_bias": bias, "sinks": sinks}
         fill(call, q, k, None, options)
         call.view("logsumexp", lse, batch, 2)
         call.view("residual", residual, batch, 2)
@@ -470,12 +471,12 @@ class _Weights(torch.autograd.Function):
         call.view("weights", weights, batch)
         device.run(call, "weights")
         ctx.device, ctx.options, ctx.mean = device, options, mean
-        ctx.save_for_backward(q, k, bias, lse, residual)
+        ctx.save_for_backward(q, k, bias, sinks, lse, residual)
         return weights.squeeze(-3) if mean else weights
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        q, k, bias, lse, residual = ctx.saved_tensors
+        q, k, bias, sinks, lse, residual = ctx.saved_tensors
         call, batch = Call(), q.shape[:-3]
         fill(call, q, k, None, ctx.options)
         call.view("logsumexp", lse, batch, 2)
@@ -483,17 +484,24 @@ class _Weights(torch.autograd.Function):
         call.view("grad_weights", grad.unsqueeze(-3) if ctx.mean else grad, batch)
         call.real("grad_weights_scale", 1 / q.size(-3) if ctx.mean else 1.0)
         grad_q, grad_k = _heads_last(q.shape, q.dtype), _heads_last(k.shape, k.dtype)
-        statistics = torch.full_like(lse, torch.nan)
+        call.view("delta", torch.full_like(lse, torch.nan), batch, 2)
         call.view("grad_query", grad_q, batch)
         call.view("grad_key", grad_k, batch)
-        call.view("grad_statistics", statistics, batch, 2)
-        grad_bias = None
+        grad_bias = grad_sinks = None
+        passes = ["delta", "keys", "queries"]
         if bias is not None and ctx.needs_input_grad[5]:
             grad_bias = _bias_gradient(call, bias, batch)
-        ctx.device.run(call, "weights_backward")
+            passes.append("bias")
+        if sinks is not None and ctx.needs_input_grad[6]:
+            grad_sinks = _fresh(q.size(-3), dtype=_accumulation(q.dtype))
+            call.pointer("grad_sinks", grad_sinks)
+            passes.append("sinks")
+        ctx.device.run(call, *passes)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return None, None, None, grad_q, grad_k, grad_bias, statistics, None
+        if grad_sinks is not None:
+            grad_sinks = grad_sinks.to(sinks.dtype)
+        return None, None, None, grad_q, grad_k, grad_bias, grad_sinks, None, None
 
 
 class Emulator:
@@ -533,7 +541,7 @@ class Emulator:
         if return_weights:
             mean = return_weights == "mean"
             results.append(
-                _Weights.apply(self, options, mean, query, key, attn_bias, lse, residual)
+                _Weights.apply(self, options, mean, query, key, attn_bias, sinks, lse, residual)
             )
         return results[0] if len(results) == 1 else tuple(results)
 

@@ -264,14 +264,12 @@ def test_missing_incoming_gradients_reach_the_backward_op_as_none() -> None:
     ]
 
 
-def test_grad_of_weights_reaches_every_input_and_logsumexp() -> None:
+def test_grad_of_weights_reaches_every_input() -> None:
     tensors = _five()
     args = [tensors[name] for name in ("query", "key", "value")]
-    none = (None,) * 7
-    _, logsumexp, residual, _ = ops.attention(
-        *args, attn_bias=tensors["attn_bias"], sinks=tensors["sinks"]
-    )
-    ours = ops.attention_weights(*args[:2], None, tensors["attn_bias"], *none, logsumexp, residual)
+    options = (None, tensors["attn_bias"], None, tensors["sinks"], *(None,) * 5)
+    _, logsumexp, residual, _ = ops.attention(*args, *options)
+    ours = ops.attention_weights(*args[:2], *options, logsumexp, residual)
     theirs = reference.attention(
         *args, attn_bias=tensors["attn_bias"], sinks=tensors["sinks"], return_weights=True
     )[1]
@@ -281,6 +279,15 @@ def test_grad_of_weights_reaches_every_input_and_logsumexp() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(ours, wanted, incoming), torch.autograd.grad(theirs, wanted, incoming)
     )
+
+
+def test_a_loss_of_weights_alone_runs_their_backward_alone() -> None:
+    query = _random(1, 2, 5, 3)
+    _, logsumexp, residual, _ = ops.attention(query, query, query)
+    weights = ops.attention_weights(query, query, *(None,) * 9, logsumexp, residual)
+    with Recorder() as recorder:
+        weights.square().sum().backward()
+    assert [name for name, _ in recorder.calls] == ["attention_weights_backward"]
 
 
 def test_gradients_are_fresh_dense_memory_in_the_stated_layout() -> None:

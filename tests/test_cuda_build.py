@@ -76,7 +76,7 @@ def calls(tensor: torch.Tensor, wrong: torch.Tensor) -> dict[str, tuple[Any, ...
         "attention_weights": (tensor, wrong, *options, rows, rows),
         "attention_weights_backward": (
             *(tensor[..., :3], tensor, wrong, *options),
-            *(rows, rows, [True, True, False, True]),
+            *(rows, rows, [True, True, False, False]),
         ),
     }
 

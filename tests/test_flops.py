@@ -66,7 +66,7 @@ def test_every_operator_has_a_formula() -> None:
             (out.sum() + weights.square().sum()).backward()
 
     assert flops(lambda: call(False)) == (score + value) + score
-    attention, weights = 3 * score + 2 * value, 3 * score
+    attention, weights = 3 * score + 2 * value, 4 * score
     assert flops(lambda: call(True)) == (score + value) + score + attention + weights
 
 

@@ -111,7 +111,7 @@ def test_attention_weights_and_their_backward(case: Case, average_heads: bool) -
     more = {**kwargs, "average_heads": average_heads}
     _opcheck(ops.attention_weights.default, (*tensors, logsumexp, residual), more, traced)
     weights = ops.attention_weights(*tensors, logsumexp, residual, **more).detach()
-    wanted = [True, True, args[4] is not None, True]
+    wanted = [True, True, args[4] is not None, args[6] is not None]
     backward_args = (weights, *tensors, logsumexp, residual, wanted)
     _opcheck(ops.attention_weights_backward.default, backward_args, more, traced)
 

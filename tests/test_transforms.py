@@ -169,15 +169,16 @@ def test_vmap_of_weights_and_their_gradients_equals_a_loop(
     subset: tuple[str, ...], average_heads: bool
 ) -> None:
     batched = {name: name in subset for name in NAMES}
-    none = (None,) * 7
 
     def loss(*values: Tensor) -> tuple[Tensor, Tensor]:
         named = dict(zip(NAMES, values, strict=True))
         _, logsumexp, residual, _ = ops.attention(**named, softcap=2.0)
         weights = ops.attention_weights(
-            named["query"], named["key"], None, named["attn_bias"], *none, logsumexp, residual,
-            softcap=2.0, average_heads=average_heads,
-        )  # fmt: skip
+            *(named["query"], named["key"], None, named["attn_bias"], None, named["sinks"]),
+            *(*(None,) * 5, logsumexp, residual),
+            softcap=2.0,
+            average_heads=average_heads,
+        )
         return weights.square().sum(), weights
 
     function = grad(loss, argnums=(0, 1, 3, 4), has_aux=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import attention_ext as ae
 from attention_ext import reference
@@ -64,10 +66,33 @@ def test_weights_and_their_gradients_are_accurate(name: str, dtype: torch.dtype,
     assert_accurate(got, truth, plain)
 
 
+def only_weights(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    def weights(*args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = function(*args, **kwargs)[1]
+        return result
+
+    return weights
+
+
+@pytest.mark.parametrize("kind", [True, "mean"], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", ["LS", "111S", "BHLS"])
+def test_a_mean_of_the_incoming_gradient_costs_nothing(
+    bias: str, dtype: torch.dtype, kind: Any
+) -> None:
+    """A constant for every row of it cancels, but only before anything is rounded to 16 bits."""
+    case = Case("mean", 64, 64, 32, heads=4, bias=bias, hidden_bias=False, sinks=True)
+    args, kwargs = case.make(dtype, requires_grad=True)
+    kwargs["return_weights"] = kind
+    got = evaluate(only_weights(ae.attention), args, kwargs, shift=4.0)
+    function = only_weights(reference.attention)
+    assert_accurate(got, *truth_and_plain(args, kwargs, function, shift=4.0))
+
+
 @pytest.mark.parametrize("kind", [True, "mean"], ids=str)
 @pytest.mark.parametrize("name", ["sinks", "bias_of_batch", "dropout", "window", "decode_bias"])
 def test_weights_alone_have_gradients(name: str, kind: Any) -> None:
-    """The loss is of weights alone: value gets no gradient, sinks get theirs through logsumexp."""
+    """The loss is of weights alone: value gets no gradient."""
     args, kwargs = case_named(name).make(torch.float64, requires_grad=True)
     leaves = list(differentiable(args, kwargs).values())
     got, want = (

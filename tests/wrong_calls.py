@@ -90,7 +90,7 @@ def weights_backward(**changes: Any) -> Any:
         **NO_OPTIONS,
         "logsumexp": normal(B, H, L),
         "logsumexp_residual": normal(B, H, L),
-        "wanted": [True, True, False, True],
+        "wanted": [True, True, False, False],
         "average_heads": False,
     }
     return ops.attention_weights_backward(**{**arguments, **changes})
@@ -366,7 +366,10 @@ WRONG_CALLS: dict[str, Callable[[], object]] = {
     ),
     "grad_weights must have the weights' shape ": lambda: weights_backward(average_heads=True),
     "wanted asks for the weights' gradient of attn_bias, which must be given, got None": (
-        lambda: weights_backward(wanted=[True, True, True, True])
+        lambda: weights_backward(wanted=[True, True, True, False])
+    ),
+    "wanted asks for the weights' gradient of sinks, which must be given, got None": (
+        lambda: weights_backward(wanted=[True, True, False, True])
     ),
     # under vmap
     "query under vmap must have at least 3 dimensions (heads, length, size), got ": lambda: vmapped(

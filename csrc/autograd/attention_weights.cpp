@@ -1,5 +1,6 @@
-// Derivatives of attention_weights: of query, key, attn_bias and logsumexp. What reaches logsumexp
-// enters attention's own backward there as grad_logsumexp, so there is no second softmax anywhere.
+// Derivatives of attention_weights: of query, key, attn_bias and sinks, those through logsumexp
+// included, which is a statistic here and no input. Were it one, two parts that nearly cancel would
+// meet behind the rounding to 16 bits.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
@@ -24,9 +25,9 @@ struct AttentionWeightsBackward final : AttentionNode<AttentionWeightsBackward, 
     const auto query = arguments.tensor(), key = arguments.tensor();
     const auto options = arguments.options();
     const auto logsumexp = arguments.tensor(), residual = arguments.tensor();
-    auto [grad_query, grad_key, grad_bias, grad_logsumexp] = attention_weights_backward(
+    auto [grad_query, grad_key, grad_bias, grad_sinks] = attention_weights_backward(
         grads[0], query, key, options, logsumexp, residual, average_heads, wanted);
-    return {grad_query, grad_key, grad_bias, grad_logsumexp};
+    return {grad_query, grad_key, grad_bias, grad_sinks};
   }
 };
 
@@ -34,21 +35,21 @@ at::Tensor attention_weights_autograd(TensorArg query, TensorArg key,
                                       const AttentionOptions& options, TensorArg logsumexp,
                                       TensorArg logsumexp_residual, bool average_heads) {
   const auto& bias = options.attn_bias;
+  const auto& sinks = options.sinks;
   check_constants("attention_weights", options);
-  if (any_tangent(query, key, bias, logsumexp)) {
+  if (any_tangent(query, key, bias, sinks)) {
     const auto checked =
         check_attention_weights(query, key, options, logsumexp, logsumexp_residual);
-    return composite::attention_weights(query, key, checked, logsumexp, logsumexp_residual,
-                                        average_heads);
+    return composite::attention_weights(query, key, checked, average_heads);
   }
   const auto run = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return attention_weights(query, key, options, logsumexp, logsumexp_residual, average_heads);
   };
-  if (!compute_requires_grad(query, key, bias, logsumexp)) return run();
+  if (!compute_requires_grad(query, key, bias, sinks)) return run();
 
   auto node = c10::make_intrusive<AttentionWeightsBackward>();
-  node->set_next_edges(collect_next_edges(query, key, bias, logsumexp));
+  node->set_next_edges(collect_next_edges(query, key, bias, sinks));
   node->average_heads = average_heads;
   auto weights = run();
   set_history(weights, node);
@@ -70,10 +71,9 @@ struct AttentionWeightsDoubleBackward final : AttentionNode<AttentionWeightsDoub
     const auto grad_weights = arguments.tensor();
     const auto query = arguments.tensor(), key = arguments.tensor();
     const auto options = arguments.options();
-    const auto logsumexp = arguments.tensor(), residual = arguments.tensor();
     const auto result = composite::attention_weights_double_backward(
-        {grads[0], grads[1], grads[2], grads[3]}, grad_weights, query, key, options, logsumexp,
-        residual, average_heads, wanted);
+        {grads[0], grads[1], grads[2], grads[3]}, grad_weights, query, key, options, average_heads,
+        wanted);
     return variable_list(result.begin(), result.end());
   }
 };
@@ -83,32 +83,31 @@ Tensor4 attention_weights_backward_autograd(TensorArg grad_weights, TensorArg qu
                                             TensorArg logsumexp_residual,
                                             std::array<bool, 4> wanted, bool average_heads) {
   const auto& bias = options.attn_bias;
-  if (any_tangent(grad_weights, query, key, bias, logsumexp)) {
+  const auto& sinks = options.sinks;
+  if (any_tangent(grad_weights, query, key, bias, sinks)) {
     const auto checked = check_attention_weights_backward(
         grad_weights, query, key, options, logsumexp, logsumexp_residual, average_heads, wanted);
-    return composite::attention_weights_backward(grad_weights, query, key, checked, logsumexp,
-                                                 logsumexp_residual, average_heads, wanted);
+    return composite::attention_weights_backward(grad_weights, query, key, checked, average_heads,
+                                                 wanted);
   }
   const auto run = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return attention_weights_backward(grad_weights, query, key, options, logsumexp,
                                       logsumexp_residual, average_heads, wanted);
   };
-  if (!compute_requires_grad(grad_weights, query, key, bias, logsumexp)) return run();
+  if (!compute_requires_grad(grad_weights, query, key, bias, sinks)) return run();
 
   auto node = c10::make_intrusive<AttentionWeightsDoubleBackward>();
-  node->set_next_edges(collect_next_edges(grad_weights, query, key, bias, logsumexp));
+  node->set_next_edges(collect_next_edges(grad_weights, query, key, bias, sinks));
   node->average_heads = average_heads;
   auto grads = run();
   std::apply([&](auto&... grad) { (set_history(grad, node), ...); }, grads);
   auto& saved = node->saved;
-  saved.reserve(5 + kOptionTensors);
+  saved.reserve(3 + kOptionTensors);
   saved.keep(grad_weights);
   saved.keep(query);
   saved.keep(key);
   saved.keep(options);
-  saved.keep(logsumexp);
-  saved.keep(logsumexp_residual);
   return grads;
 }
 

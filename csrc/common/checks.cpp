@@ -265,6 +265,8 @@ AttentionOptions check_attention_weights_backward(const at::Tensor& grad_weights
   CHECK_ARGUMENT(
       call.op, !wanted[2] || options.attn_bias,
       "wanted asks for the weights' gradient of attn_bias, which must be given, got None");
+  CHECK_ARGUMENT(call.op, !wanted[3] || options.sinks,
+                 "wanted asks for the weights' gradient of sinks, which must be given, got None");
   return normal;
 }
 

@@ -70,10 +70,6 @@ at::Tensor plus(const at::Tensor& left, const at::Tensor& right) {
   return right.defined() ? left + right : left;
 }
 
-at::Tensor minus(const at::Tensor& left, const at::Tensor& right) {
-  return plus(left, right.defined() ? -right : right);
-}
-
 at::Tensor transposed(const at::Tensor& tensor) { return tensor.transpose(-2, -1); }
 
 // Fresh memory laid out as (..., L, H, E), in the dtype of the input it belongs to.
@@ -92,16 +88,25 @@ at::Tensor sinks_shaped(const at::Tensor& per_row, const at::Tensor& sinks) {
   return per_row.sum(-1).sum_to_size_symint(sinks.sym_sizes()).to(sinks.scalar_type());
 }
 
-// Everything the first and the second derivative of attention have in common.
-struct Backward {
+// Everything the first and the second derivatives have in common.
+struct ScoreGradients {
   DenseScores dense;
   Softmax soft;
-  at::Tensor value;         // heads repeated, hidden rows zero
-  at::Tensor grad_output;   // dead rows zero; undefined: zero
-  at::Tensor dropped;       // P * D
   at::Tensor grad_weights;  // dP
   at::Tensor delta;         // (..., L, 1)
   at::Tensor grad_scores;   // dS
+};
+
+void find_grad_scores(ScoreGradients& g, const std::optional<at::Tensor>& grad_logsumexp) {
+  const auto& p = g.soft.probabilities;
+  g.delta = (p * g.grad_weights).sum(-1, /*keepdim=*/true);
+  if (grad_logsumexp) g.delta = g.delta - grad_logsumexp->to(p.scalar_type()).unsqueeze(-1);
+  g.grad_scores = where_visible(g.dense, p * (g.grad_weights - g.delta), 0.0);
+}
+
+struct Backward : ScoreGradients {
+  at::Tensor value;        // heads repeated, hidden rows zero
+  at::Tensor grad_output;  // dead rows zero; undefined: zero
 };
 
 Backward backward(const std::optional<at::Tensor>& grad_output,
@@ -113,19 +118,32 @@ Backward backward(const std::optional<at::Tensor>& grad_output,
   const auto dtype = b.dense.scores.scalar_type();
   b.value = repeat_heads(value.to(dtype), query.sym_size(-3));
   if (b.dense.visible.defined()) b.value = zero_rows(b.value, b.dense.visible.any(-2));
-  const auto& p = b.soft.probabilities;
-  b.dropped = times(p, b.dense.keep);
   if (grad_output) {
     b.grad_output = zero_rows(grad_output->to(dtype), live_rows(b.dense));
     b.grad_weights = times(at::matmul(b.grad_output, transposed(b.value)), b.dense.keep);
     b.grad_weights = where_visible(b.dense, b.grad_weights, 0.0);
   } else {
-    b.grad_weights = at::zeros_like(p);
+    b.grad_weights = at::zeros_like(b.soft.probabilities);
   }
-  b.delta = (p * b.grad_weights).sum(-1, /*keepdim=*/true);
-  if (grad_logsumexp) b.delta = b.delta - grad_logsumexp->to(dtype).unsqueeze(-1);
-  b.grad_scores = where_visible(b.dense, p * (b.grad_weights - b.delta), 0.0);
+  find_grad_scores(b, grad_logsumexp);
   return b;
+}
+
+// The incoming gradient spread over the heads if they were averaged, then through dropout.
+ScoreGradients weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
+                                const at::Tensor& key, const AttentionOptions& options,
+                                bool average_heads) {
+  ScoreGradients g;
+  g.dense = dense_scores(query, key, options);
+  g.soft = softmax(g.dense, options);
+  auto grad = grad_weights.to(g.dense.scores.scalar_type());
+  if (average_heads) {
+    const auto sizes = g.dense.scores.sym_sizes();
+    grad = (grad / c10::Scalar(query.sym_size(-3))).unsqueeze(-3).expand_symint(sizes);
+  }
+  g.grad_weights = where_visible(g.dense, times(grad, g.dense.keep), 0.0);
+  find_grad_scores(g, std::nullopt);
+  return g;
 }
 
 // d/dA of sum(A * dS * slope) needs these products: the gradients of query and key for given score
@@ -190,6 +208,92 @@ QueryKey second_order_query_key(const DenseScores& dense, const SecondOrder& s, 
   return result;
 }
 
+// The results that attention and its weights share; undefined where not wanted.
+struct InputGradients {
+  at::Tensor query, key, bias, sinks;
+};
+
+struct WantedInputs {
+  bool query, key, bias, sinks;
+};
+
+InputGradients first_derivatives(const ScoreGradients& g, const at::Tensor& query,
+                                 const at::Tensor& key, const AttentionOptions& options,
+                                 WantedInputs wanted) {
+  InputGradients result;
+  if (wanted.query || wanted.key) {
+    const auto grads = through_product(g.dense, times(g.grad_scores, g.dense.cap_slope));
+    if (wanted.query) result.query = rows_first(grads.query, query.scalar_type());
+    if (wanted.key)
+      result.key = rows_first(sum_groups(grads.key, key.sym_size(-3)), key.scalar_type());
+  }
+  if (wanted.bias) result.bias = bias_shaped(g.grad_scores, *options.attn_bias);
+  if (wanted.sinks)
+    result.sinks = sinks_shaped(-g.soft.sink_probabilities * g.delta.squeeze(-1), *options.sinks);
+  return result;
+}
+
+struct SecondDerivatives {
+  at::Tensor expected;        // x, (..., L, 1)
+  at::Tensor toward_product;  // D P (X - x): the gradient of dO V^T, or of the weights' gradient
+  InputGradients inputs;
+};
+
+// `incoming` are the gradients of the first derivatives; `value_part`, if defined, what reaches P
+// through the gradient of the values.
+SecondDerivatives second_derivatives(const ScoreGradients& g, const InputGradients& incoming,
+                                     const at::Tensor& value_part, const at::Tensor& query,
+                                     const at::Tensor& key, const AttentionOptions& options,
+                                     WantedInputs wanted) {
+  const auto& [dense, soft, grad_weights, delta, grad_scores] = g;
+  const auto& p = soft.probabilities;
+  const auto dtype = p.scalar_type();
+  const auto s = second_order(dense, incoming.query, incoming.key);
+  at::Tensor toward = s.toward_scores;  // X
+  if (incoming.bias.defined())
+    toward = plus(toward, incoming.bias.to(dtype).expand_symint(p.sym_sizes()));
+  if (!toward.defined()) toward = at::zeros_like(p);
+  toward = where_visible(dense, toward, 0.0);
+
+  SecondDerivatives result;
+  result.expected = (p * toward).sum(-1, /*keepdim=*/true);
+  at::Tensor toward_sink, sink_p;
+  if (options.sinks) sink_p = soft.sink_probabilities.unsqueeze(-1);
+  if (options.sinks && incoming.sinks.defined()) {
+    toward_sink = incoming.sinks.to(dtype).unsqueeze(-1).unsqueeze(-1);
+    result.expected = result.expected + sink_p * toward_sink;
+  }
+  const auto& expected = result.expected;
+
+  // d/dP, P and dP taken as independent: X (dP - delta) - x dP + D (dO hv^T).
+  const auto toward_p = plus(toward * (grad_weights - delta) - expected * grad_weights, value_part);
+  auto mean = (p * toward_p).sum(-1, /*keepdim=*/true);
+  const auto toward_sink_p = toward_sink.defined() ? -toward_sink * delta : at::Tensor();
+  if (toward_sink_p.defined()) mean = mean + sink_p * toward_sink_p;
+  const auto second = where_visible(dense, p * (toward_p - mean), 0.0);  // gradient of the scores
+
+  result.toward_product = where_visible(dense, times(p * (toward - expected), dense.keep), 0.0);
+  if (wanted.query || wanted.key) {
+    const auto grads = second_order_query_key(dense, s, second, grad_scores, options.softcap);
+    if (wanted.query) result.inputs.query = grads.query.to(query.scalar_type());
+    if (wanted.key) {
+      result.inputs.key = sum_groups(grads.key, key.sym_size(-3)).to(key.scalar_type());
+    }
+  }
+  if (wanted.bias && options.attn_bias)
+    result.inputs.bias = bias_shaped(second, *options.attn_bias);
+  if (wanted.sinks && options.sinks) {
+    const auto per_row =
+        sink_p * ((toward_sink_p.defined() ? toward_sink_p : at::zeros_like(mean)) - mean);
+    result.inputs.sinks = sinks_shaped(per_row.squeeze(-1), *options.sinks);
+  }
+  return result;
+}
+
+at::Tensor mean_heads(const at::Tensor& weights, bool average_heads) {
+  return average_heads ? weights.mean(-3) : weights;
+}
+
 }  // namespace
 
 Tensor4 attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -209,23 +313,18 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
                            const AttentionOptions& options, std::array<bool, 5> wanted) {
   const WithoutAutocast without_autocast;
   const auto b = backward(grad_output, grad_logsumexp, query, key, value, options);
-  const auto key_heads = key.sym_size(-3);
-  at::Tensor grad_query, grad_key, grad_value, grad_bias, grad_sinks;
-  if (wanted[0] || wanted[1]) {
-    auto grads = through_product(b.dense, times(b.grad_scores, b.dense.cap_slope));
-    if (wanted[0]) grad_query = rows_first(grads.query, query.scalar_type());
-    if (wanted[1]) grad_key = rows_first(sum_groups(grads.key, key_heads), key.scalar_type());
-  }
+  auto grads =
+      first_derivatives(b, query, key, options, {wanted[0], wanted[1], wanted[3], wanted[4]});
+  at::Tensor grad_value;
   if (wanted[2]) {
-    grad_value = b.grad_output.defined()
-                     ? sum_groups(at::matmul(transposed(b.dropped), b.grad_output), key_heads)
-                     : at::zeros_like(value);
+    grad_value = at::zeros_like(value);
+    if (b.grad_output.defined()) {
+      const auto dropped = times(b.soft.probabilities, b.dense.keep);
+      grad_value = sum_groups(at::matmul(transposed(dropped), b.grad_output), key.sym_size(-3));
+    }
     grad_value = rows_first(grad_value, value.scalar_type());
   }
-  if (wanted[3]) grad_bias = bias_shaped(b.grad_scores, *options.attn_bias);
-  if (wanted[4])
-    grad_sinks = sinks_shaped(-b.soft.sink_probabilities * b.delta.squeeze(-1), *options.sinks);
-  return {grad_query, grad_key, grad_value, grad_bias, grad_sinks};
+  return {grads.query, grads.key, grad_value, grads.bias, grads.sinks};
 }
 
 std::array<at::Tensor, 7> attention_double_backward(
@@ -234,166 +333,74 @@ std::array<at::Tensor, 7> attention_double_backward(
     const at::Tensor& value, const AttentionOptions& options, std::array<bool, 7> wanted) {
   const WithoutAutocast without_autocast;
   const auto b = backward(grad_output, grad_logsumexp, query, key, value, options);
-  const auto& [dense, soft, values, grad_out, dropped, grad_weights, delta, grad_scores] = b;
-  const auto& p = soft.probabilities;
-  const auto dtype = dense.scores.scalar_type();
-  const auto key_heads = key.sym_size(-3);
-
-  const auto s = second_order(dense, incoming[0], incoming[1]);
-  at::Tensor toward = s.toward_scores;  // X
-  if (incoming[3].defined())
-    toward = plus(toward, incoming[3].to(dtype).expand_symint(p.sym_sizes()));
-  if (!toward.defined()) toward = at::zeros_like(p);
-  toward = where_visible(dense, toward, 0.0);
-
-  auto expected = (p * toward).sum(-1, /*keepdim=*/true);  // x
-  at::Tensor toward_sink, sink_p;
-  if (options.sinks && incoming[4].defined()) {
-    toward_sink = incoming[4].to(dtype).unsqueeze(-1).unsqueeze(-1);
-    expected = expected + soft.sink_probabilities.unsqueeze(-1) * toward_sink;
-  }
-  if (options.sinks) sink_p = soft.sink_probabilities.unsqueeze(-1);
-
-  // d/dP, P and dP taken as independent: X (dP - delta) - x dP + D (dO hv^T).
-  auto toward_p = toward * (grad_weights - delta) - expected * grad_weights;
-  at::Tensor incoming_value;
+  const auto& grad_out = b.grad_output;
+  at::Tensor incoming_value, value_part;
   if (incoming[2].defined()) {
-    incoming_value = repeat_heads(incoming[2].to(dtype), query.sym_size(-3));
-    if (dense.visible.defined()) incoming_value = zero_rows(incoming_value, dense.visible.any(-2));
+    incoming_value = repeat_heads(incoming[2].to(b.value.scalar_type()), query.sym_size(-3));
+    if (b.dense.visible.defined()) {
+      incoming_value = zero_rows(incoming_value, b.dense.visible.any(-2));
+    }
     if (grad_out.defined()) {
-      toward_p = toward_p + times(at::matmul(grad_out, transposed(incoming_value)), dense.keep);
+      value_part = times(at::matmul(grad_out, transposed(incoming_value)), b.dense.keep);
     }
   }
-  auto mean = (p * toward_p).sum(-1, /*keepdim=*/true);
-  const auto toward_sink_p = toward_sink.defined() ? -toward_sink * delta : at::Tensor();
-  if (toward_sink_p.defined()) mean = mean + sink_p * toward_sink_p;
-  const auto second = where_visible(dense, p * (toward_p - mean), 0.0);  // gradient of the scores
-
-  // P (X - x) D: the gradient of dO V^T.
-  const auto toward_product = where_visible(dense, times(p * (toward - expected), dense.keep), 0.0);
-  std::array<at::Tensor, 7> result;
+  const auto second =
+      second_derivatives(b, {incoming[0], incoming[1], incoming[3], incoming[4]}, value_part, query,
+                         key, options, {wanted[2], wanted[3], wanted[5], wanted[6]});
+  at::Tensor toward_grad_output, toward_grad_logsumexp, toward_value;
   if (wanted[0] && grad_output) {
-    result[0] = at::matmul(toward_product, values);
-    if (incoming_value.defined()) result[0] = result[0] + at::matmul(dropped, incoming_value);
-    result[0] = result[0].to(grad_output->scalar_type());
+    toward_grad_output = at::matmul(second.toward_product, b.value);
+    if (incoming_value.defined()) {
+      const auto dropped = times(b.soft.probabilities, b.dense.keep);
+      toward_grad_output = toward_grad_output + at::matmul(dropped, incoming_value);
+    }
+    toward_grad_output = toward_grad_output.to(grad_output->scalar_type());
   }
-  if (wanted[1] && grad_logsumexp) result[1] = expected.squeeze(-1);
-  if (wanted[2] || wanted[3]) {
-    const auto grads = second_order_query_key(dense, s, second, grad_scores, options.softcap);
-    if (wanted[2]) result[2] = grads.query.to(query.scalar_type());
-    if (wanted[3]) result[3] = sum_groups(grads.key, key_heads).to(key.scalar_type());
-  }
+  if (wanted[1] && grad_logsumexp) toward_grad_logsumexp = second.expected.squeeze(-1);
   if (wanted[4] && grad_out.defined()) {
-    result[4] = sum_groups(at::matmul(transposed(toward_product), grad_out), key_heads)
-                    .to(value.scalar_type());
+    toward_value =
+        sum_groups(at::matmul(transposed(second.toward_product), grad_out), key.sym_size(-3))
+            .to(value.scalar_type());
   }
-  if (wanted[5] && options.attn_bias) result[5] = bias_shaped(second, *options.attn_bias);
-  if (wanted[6] && options.sinks) {
-    const auto per_row =
-        sink_p * ((toward_sink_p.defined() ? toward_sink_p : at::zeros_like(mean)) - mean);
-    result[6] = sinks_shaped(per_row.squeeze(-1), *options.sinks);
-  }
-  return result;
+  const auto& inputs = second.inputs;
+  return {toward_grad_output, toward_grad_logsumexp, inputs.query, inputs.key,
+          toward_value,       inputs.bias,           inputs.sinks};
 }
-
-namespace {
-
-// P from the row statistics, so that logsumexp is an input of its own, and its first derivatives.
-struct Weights {
-  DenseScores dense;
-  at::Tensor probabilities;
-};
-
-Weights weights_of(const at::Tensor& query, const at::Tensor& key, const AttentionOptions& options,
-                   const at::Tensor& logsumexp, const at::Tensor& residual) {
-  Weights w{dense_scores(query, key, options), {}};
-  const auto shifted = (w.dense.scores - logsumexp.unsqueeze(-1)) - residual.unsqueeze(-1);
-  w.probabilities = at::exp(where_visible(w.dense, shifted, -kInfinity));
-  return w;
-}
-
-// The gradient of P: spread over the heads if they were averaged, then through dropout.
-at::Tensor toward_probabilities(const Weights& w, const at::Tensor& grad_weights,
-                                bool average_heads) {
-  auto grad = grad_weights.to(w.probabilities.scalar_type());
-  if (average_heads) {
-    const auto heads = w.probabilities.sym_size(-3);
-    grad = (grad / c10::Scalar(heads)).unsqueeze(-3).expand_symint(w.probabilities.sym_sizes());
-  }
-  return where_visible(w.dense, times(grad, w.dense.keep), 0.0);
-}
-
-at::Tensor mean_heads(const at::Tensor& weights, bool average_heads) {
-  return average_heads ? weights.mean(-3) : weights;
-}
-
-}  // namespace
 
 at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
-                             const AttentionOptions& options, const at::Tensor& logsumexp,
-                             const at::Tensor& logsumexp_residual, bool average_heads) {
+                             const AttentionOptions& options, bool average_heads) {
   const WithoutAutocast without_autocast;
-  const auto w = weights_of(query, key, options, logsumexp, logsumexp_residual);
-  return mean_heads(times(w.probabilities, w.dense.keep), average_heads)
-      .to(query.scalar_type())
-      .contiguous();
+  const auto dense = dense_scores(query, key, options);
+  const auto dropped = times(softmax(dense, options).probabilities, dense.keep);
+  return mean_heads(dropped, average_heads).to(query.scalar_type()).contiguous();
 }
 
 Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
                                    const at::Tensor& key, const AttentionOptions& options,
-                                   const at::Tensor& logsumexp,
-                                   const at::Tensor& logsumexp_residual, bool average_heads,
-                                   std::array<bool, 4> wanted) {
+                                   bool average_heads, std::array<bool, 4> wanted) {
   const WithoutAutocast without_autocast;
-  const auto w = weights_of(query, key, options, logsumexp, logsumexp_residual);
-  const auto grad_scores = w.probabilities * toward_probabilities(w, grad_weights, average_heads);
-  at::Tensor grad_query, grad_key, grad_bias, grad_logsumexp;
-  if (wanted[0] || wanted[1]) {
-    const auto grads = through_product(w.dense, times(grad_scores, w.dense.cap_slope));
-    if (wanted[0]) grad_query = rows_first(grads.query, query.scalar_type());
-    if (wanted[1])
-      grad_key = rows_first(sum_groups(grads.key, key.sym_size(-3)), key.scalar_type());
-  }
-  if (wanted[2]) grad_bias = bias_shaped(grad_scores, *options.attn_bias);
-  if (wanted[3]) grad_logsumexp = -grad_scores.sum(-1);
-  return {grad_query, grad_key, grad_bias, grad_logsumexp};
+  const auto g = weights_backward(grad_weights, query, key, options, average_heads);
+  auto grads =
+      first_derivatives(g, query, key, options, {wanted[0], wanted[1], wanted[2], wanted[3]});
+  return {grads.query, grads.key, grads.bias, grads.sinks};
 }
 
 std::array<at::Tensor, 5> attention_weights_double_backward(
     const std::array<at::Tensor, 4>& incoming, const at::Tensor& grad_weights,
     const at::Tensor& query, const at::Tensor& key, const AttentionOptions& options,
-    const at::Tensor& logsumexp, const at::Tensor& logsumexp_residual, bool average_heads,
-    std::array<bool, 5> wanted) {
+    bool average_heads, std::array<bool, 5> wanted) {
   const WithoutAutocast without_autocast;
-  const auto w = weights_of(query, key, options, logsumexp, logsumexp_residual);
-  const auto& p = w.probabilities;
-  const auto grad_p = toward_probabilities(w, grad_weights, average_heads);
-  const auto grad_scores = p * grad_p;
-  const auto s = second_order(w.dense, incoming[0], incoming[1]);
-  auto toward = s.toward_scores;
-  if (incoming[2].defined()) {
-    toward = plus(toward, incoming[2].to(p.scalar_type()).expand_symint(p.sym_sizes()));
-  }
-  if (incoming[3].defined()) {
-    toward = minus(toward, incoming[3].unsqueeze(-1).expand_symint(p.sym_sizes()));
-  }
-  if (!toward.defined()) toward = at::zeros_like(p);
-  toward = where_visible(w.dense, toward, 0.0);
-
-  const auto second = p * (toward * grad_p);
-  std::array<at::Tensor, 5> result;
+  const auto g = weights_backward(grad_weights, query, key, options, average_heads);
+  const auto second =
+      second_derivatives(g, {incoming[0], incoming[1], incoming[2], incoming[3]}, /*value_part=*/{},
+                         query, key, options, {wanted[1], wanted[2], wanted[3], wanted[4]});
+  at::Tensor toward_grad_weights;
   if (wanted[0]) {
-    result[0] =
-        mean_heads(times(toward * p, w.dense.keep), average_heads).to(grad_weights.scalar_type());
+    toward_grad_weights =
+        mean_heads(second.toward_product, average_heads).to(grad_weights.scalar_type());
   }
-  if (wanted[1] || wanted[2]) {
-    const auto grads = second_order_query_key(w.dense, s, second, grad_scores, options.softcap);
-    if (wanted[1]) result[1] = grads.query.to(query.scalar_type());
-    if (wanted[2]) result[2] = sum_groups(grads.key, key.sym_size(-3)).to(key.scalar_type());
-  }
-  if (wanted[3] && options.attn_bias) result[3] = bias_shaped(second, *options.attn_bias);
-  if (wanted[4]) result[4] = -second.sum(-1);
-  return result;
+  const auto& inputs = second.inputs;
+  return {toward_grad_weights, inputs.query, inputs.key, inputs.bias, inputs.sinks};
 }
 
 }  // namespace attention_ext::composite

@@ -18,14 +18,11 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
                            const AttentionOptions& options, std::array<bool, 5> wanted);
 
 at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
-                             const AttentionOptions& options, const at::Tensor& logsumexp,
-                             const at::Tensor& logsumexp_residual, bool average_heads);
+                             const AttentionOptions& options, bool average_heads);
 
 Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
                                    const at::Tensor& key, const AttentionOptions& options,
-                                   const at::Tensor& logsumexp,
-                                   const at::Tensor& logsumexp_residual, bool average_heads,
-                                   std::array<bool, 4> wanted);
+                                   bool average_heads, std::array<bool, 4> wanted);
 
 // Second derivatives. `incoming` are the gradients of attention_backward's five results, undefined
 // where there is none; the results are those of grad_output, grad_logsumexp, query, key, value,
@@ -35,12 +32,10 @@ std::array<at::Tensor, 7> attention_double_backward(
     const std::optional<at::Tensor>& grad_logsumexp, const at::Tensor& query, const at::Tensor& key,
     const at::Tensor& value, const AttentionOptions& options, std::array<bool, 7> wanted);
 
-// The same for attention_weights_backward's four: of grad_weights, query, key, attn_bias,
-// logsumexp.
+// The same for attention_weights_backward's four: of grad_weights, query, key, attn_bias, sinks.
 std::array<at::Tensor, 5> attention_weights_double_backward(
     const std::array<at::Tensor, 4>& incoming, const at::Tensor& grad_weights,
     const at::Tensor& query, const at::Tensor& key, const AttentionOptions& options,
-    const at::Tensor& logsumexp, const at::Tensor& logsumexp_residual, bool average_heads,
-    std::array<bool, 5> wanted);
+    bool average_heads, std::array<bool, 5> wanted);
 
 }  // namespace attention_ext::composite

@@ -74,6 +74,16 @@ void GradientCall::fill_bias(const at::Tensor& bias, const at::TensorOptions& ex
   params.bias_size[3] = bias.size(-1);
 }
 
+void GradientCall::fill_sinks(const at::Tensor& sinks, const at::TensorOptions& exact) {
+  grad_sinks = at::empty(sinks.sizes(), exact);
+  params.grad_sinks = grad_sinks.data_ptr();
+}
+
+void GradientCall::fill_delta(const at::Tensor& logsumexp) {
+  delta = at::empty(logsumexp.sizes(), logsumexp.options());
+  params.delta = make_row_view(delta, shape.batch_sizes, storage);
+}
+
 GradientCall::GradientCall(bool on_device, const std::optional<at::Tensor>& grad_output,
                            const std::optional<at::Tensor>& grad_logsumexp, const at::Tensor& query,
                            const at::Tensor& key, const at::Tensor& value,
@@ -106,10 +116,8 @@ GradientCall::GradientCall(bool on_device, const std::optional<at::Tensor>& grad
     }
   }
   if (wanted[3]) fill_bias(*options.attn_bias, exact);
-  if (wanted[4]) {
-    grad_sinks = at::empty(options.sinks->sizes(), exact);
-    params.grad_sinks = grad_sinks.data_ptr();
-  }
+  if (wanted[4]) fill_sinks(*options.sinks, exact);
+  if (on_device) fill_delta(logsumexp);
 }
 
 GradientCall::GradientCall(bool on_device, const at::Tensor& grad_weights, const at::Tensor& query,
@@ -128,11 +136,9 @@ GradientCall::GradientCall(bool on_device, const at::Tensor& grad_weights, const
   params.grad_weights_scale =
       average_heads && shape.heads > 0 ? 1.0 / static_cast<double>(shape.heads) : 1.0;
   fill_query_and_key(query, key, wanted[0], wanted[1]);
-  if (wanted[3]) {
-    grad_statistics = at::empty(logsumexp.sizes(), exact);
-    params.grad_statistics = make_row_view(grad_statistics, shape.batch_sizes, storage);
-  }
   if (wanted[2]) fill_bias(*options.attn_bias, exact);
+  if (wanted[3]) fill_sinks(*options.sinks, exact);
+  fill_delta(logsumexp);
 }
 
 Tensor5 GradientCall::gradients(const AttentionOptions& options) && {
@@ -143,9 +149,8 @@ Tensor5 GradientCall::gradients(const AttentionOptions& options) && {
 }
 
 Tensor4 GradientCall::weights_gradients(const AttentionOptions& options) && {
-  if (grad_bias.defined()) grad_bias = grad_bias.to(options.attn_bias->scalar_type());
-  return {std::move(grad_query), std::move(grad_key), std::move(grad_bias),
-          std::move(grad_statistics)};
+  auto [query, key, value, bias, sinks] = std::move(*this).gradients(options);
+  return {std::move(query), std::move(key), std::move(bias), std::move(sinks)};
 }
 
 WeightsCall::WeightsCall(bool on_device, const at::Tensor& query, const at::Tensor& key,

@@ -33,7 +33,8 @@ struct ForwardCall : PreparedCall<kernels::AttentionParams> {
 // Gradients that are wanted; those of attn_bias and sinks are summed in the accumulation type and
 // take their own when they leave.
 struct GradientCall : PreparedCall<kernels::BackwardParams> {
-  at::Tensor grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_statistics;
+  at::Tensor grad_query, grad_key, grad_value, grad_bias, grad_sinks;
+  at::Tensor delta;  // on a device, and for weights
 
   // attention_backward. Without grad_output the value's gradient is zero: it is allocated, and the
   // caller clears it.
@@ -57,6 +58,8 @@ struct GradientCall : PreparedCall<kernels::BackwardParams> {
   void fill_query_and_key(const at::Tensor& query, const at::Tensor& key, bool wants_query,
                           bool wants_key);
   void fill_bias(const at::Tensor& bias, const at::TensorOptions& exact);
+  void fill_sinks(const at::Tensor& sinks, const at::TensorOptions& exact);
+  void fill_delta(const at::Tensor& logsumexp);
 };
 
 struct WeightsCall : PreparedCall<kernels::WeightsParams> {

@@ -55,7 +55,7 @@ class SharedState {
 
 void run_keys(kernels::BackwardParams& p, bool count) {
   const kernels::CpuKernels& tier = active_kernels();
-  SharedState shared(p, p.grad_query.defined() || p.grad_statistics.defined());
+  SharedState shared(p, p.grad_query.defined() || p.new_delta.defined());
   p.visited = count ? &visited_block_pairs() : nullptr;
   run_items(tier.backward_items(p), tier.backward_scratch(p), work_of(p, 5),
             [&](kernels::WorkQueue& queue, void* memory) {
@@ -68,6 +68,20 @@ void run_bias(const kernels::BackwardParams& p) {
   const kernels::CpuKernels& tier = active_kernels();
   run_items(tier.bias_gradient_items(p), tier.bias_gradient_scratch(p), work_of(p, 2),
             [&](kernels::WorkQueue& queue, void* memory) { tier.bias_gradient(p, queue, memory); });
+}
+
+void run_sinks(const kernels::BackwardParams& p) {
+  if (p.grad_sinks == nullptr) return;
+  run_items(p.heads, 0, work_of(p, 1) / 16,
+            [&](kernels::WorkQueue& queue, void*) { active_kernels().sink_gradient(p, queue); });
+}
+
+// delta of attention weights, which the other passes read.
+void run_delta(const kernels::BackwardParams& p) {
+  kernels::BackwardParams pass = p;
+  pass.new_delta = p.delta;
+  pass.delta = pass.grad_query = pass.grad_key = pass.grad_bias = kernels::View{};
+  run_keys(pass, /*count=*/false);
 }
 
 }  // namespace
@@ -88,10 +102,7 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
   }
   if (wanted[0] || wanted[1] || p.grad_value.defined()) run_keys(p, /*count=*/true);
   run_bias(p);
-  if (wanted[4]) {
-    run_items(p.heads, 0, work_of(p, 1) / 16,
-              [&](kernels::WorkQueue& queue, void*) { active_kernels().sink_gradient(p, queue); });
-  }
+  run_sinks(p);
   return std::move(call).gradients(options);
 }
 
@@ -102,8 +113,10 @@ Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Ten
                                    bool average_heads) {
   GradientCall call(/*on_device=*/false, grad_weights, query, key, options, logsumexp,
                     logsumexp_residual, wanted, average_heads);
-  if (wanted[0] || wanted[1] || wanted[3]) run_keys(call.params, /*count=*/false);
+  run_delta(call.params);
+  if (wanted[0] || wanted[1]) run_keys(call.params, /*count=*/false);
   run_bias(call.params);
+  run_sinks(call.params);
   return std::move(call).weights_gradients(options);
 }
 

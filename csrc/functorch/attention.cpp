@@ -32,7 +32,7 @@ enum OptionIndex { kMask, kBias, kKeyMask, kSinks, kSlopes, kOffsets, kCuQ, kCuK
 // How one op looks to the rules. Distances of the head dimension are from the end: 3 for (H, L, E).
 struct Operation {
   const char* name;
-  std::vector<int64_t> tensor_heads;  // for each op tensor; empty: the heads are never folded
+  std::vector<int64_t> tensor_heads;  // for each op tensor; empty: N does not fit into the heads
   std::vector<int64_t> result_heads;
   size_t query;      // the query's place among the tensors
   int bias_result;   // which result is attn_bias's gradient, or -1
@@ -63,7 +63,6 @@ class VmappedCall {
     const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
     if (!any_batched_) return run_(pick(0), picked_options(0));
     check_ranks();
-    if (operation_.tensor_heads.empty()) options_[kSinks].reset();  // inside logsumexp already
     const bool packed = options_[kCuQ] || options_[kCuK];
     const bool own_sinks = options_[kSinks] && (options_[kSinks]->batched || wants_sinks_);
     Results results;
@@ -217,6 +216,7 @@ class VmappedCall {
   }
 
   bool fits_heads() const {
+    if (operation_.tensor_heads.empty()) return false;
     for (const auto index : {kOffsets, kCuQ, kCuK}) {
       if (options_[index] && options_[index]->batched) return false;
     }
@@ -307,8 +307,12 @@ Results listed(Tuple&& results) {
 const Operation kAttention{"attention", {3, 3, 3}, {3, 2, 2, 3}, 0, -1, -1};
 const Operation kBackward{
     "attention_backward", {3, 2, 3, 3, 3, 3, 2, 2, 3}, {3, 3, 3, 3, 1}, 2, 3, 4};
-const Operation kWeights{"attention_weights", {}, {3}, 0, -1, -1};
-const Operation kWeightsBackward{"attention_weights_backward", {}, {3, 3, 3, 2}, 1, 2, -1};
+const Operation kWeights{"attention_weights", {3, 3, 2, 2}, {3}, 0, -1, -1};
+const Operation kWeightsBackward{
+    "attention_weights_backward", {3, 3, 3, 2, 2}, {3, 3, 3, 1}, 1, 2, 3};
+// Averages over the heads, which then are not those of one element.
+const Operation kMeanWeights{"attention_weights", {}, {3}, 0, -1, -1};
+const Operation kMeanWeightsBackward{"attention_weights_backward", {}, {3, 3, 3, 1}, 1, 2, 3};
 
 Tensor4 attention_vmap(TensorArg query, TensorArg key, TensorArg value,
                        const AttentionOptions& options) {
@@ -341,8 +345,8 @@ at::Tensor attention_weights_vmap(TensorArg query, TensorArg key, const Attentio
   const auto run = [&](const Tensors& t, const AttentionOptions& o) {
     return Results{attention_weights(*t[0], *t[1], o, *t[2], *t[3], average_heads)};
   };
-  return VmappedCall(kWeights, {query, key, logsumexp, logsumexp_residual}, options, false, false,
-                     run)()[0];
+  return VmappedCall(average_heads ? kMeanWeights : kWeights,
+                     {query, key, logsumexp, logsumexp_residual}, options, false, false, run)()[0];
 }
 
 Tensor4 attention_weights_backward_vmap(TensorArg grad_weights, TensorArg query, TensorArg key,
@@ -353,8 +357,9 @@ Tensor4 attention_weights_backward_vmap(TensorArg grad_weights, TensorArg query,
     return listed(
         attention_weights_backward(*t[0], *t[1], *t[2], o, *t[3], *t[4], average_heads, wanted));
   };
-  auto r = VmappedCall(kWeightsBackward, {grad_weights, query, key, logsumexp, logsumexp_residual},
-                       options, wanted[2], false, run)();
+  auto r = VmappedCall(average_heads ? kMeanWeightsBackward : kWeightsBackward,
+                       {grad_weights, query, key, logsumexp, logsumexp_residual}, options,
+                       wanted[2], wanted[3], run)();
   return {r[0], r[1], r[2], r[3]};
 }
 

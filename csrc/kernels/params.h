@@ -132,19 +132,20 @@ struct AttentionParams {
 };
 
 // Inputs and outputs of the backward pass. grad_output feeds attention_backward; grad_weights (B, H
-// or 1, L, S) feeds attention_weights_backward, where delta is 0 and there is no value. Undefined
-// views are not wanted.
+// or 1, L, S) feeds attention_weights_backward, where there is no value. Undefined views are not
+// wanted.
 struct BackwardParams : AttentionParams {
   View grad_output;
   View grad_logsumexp;              // accumulation type, optional
   View grad_weights;                // instead of grad_output and value
   double grad_weights_scale = 1.0;  // 1/H for averaged weights
-  View delta;  // accumulation type; CUDA: written by a pass of its own, read by the others
+  // Sums over keys of P dP, less grad_logsumexp, in the accumulation type: new_delta of a pass of
+  // its own, then delta of the others. On the CPU for weights alone.
+  View new_delta, delta;
   View grad_query, grad_key, grad_value;  // type
   View grad_bias;                         // accumulation type, the bias's own broadcast shape
   int64_t bias_size[4] = {0, 0, 0, 0};    // (problems or 1, H or 1, L or 1, S or 1)
   void* grad_sinks = nullptr;             // (H), accumulation type
-  View grad_statistics;  // weights backward: gradient of logsumexp, accumulation type
 };
 
 // Rebuilds weights: (B, H, L, S), or (B, 1, L, S) averaged over the heads.

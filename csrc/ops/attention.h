@@ -61,12 +61,13 @@ Tensor5 attention_backward(const std::optional<at::Tensor>& grad_output,
                            std::array<bool, 5> wanted);
 
 // The weights after dropout, (B, H, L, S), or their mean over the heads, (B, L, S); contiguous, in
-// the query's dtype. options.sinks has no effect of its own: it is inside logsumexp.
+// the query's dtype. logsumexp and its residual are those of attention with the same arguments, and
+// no inputs of their own: derivatives are those of query, key, attn_bias and sinks, complete.
 at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
                              const AttentionOptions& options, const at::Tensor& logsumexp,
                              const at::Tensor& logsumexp_residual, bool average_heads);
 
-// Gradients of query, key, attn_bias and logsumexp, which is an input of its own here.
+// Gradients of query, key, attn_bias and sinks.
 Tensor4 attention_weights_backward(const at::Tensor& grad_weights, const at::Tensor& query,
                                    const at::Tensor& key, const AttentionOptions& options,
                                    const at::Tensor& logsumexp,

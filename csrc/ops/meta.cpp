@@ -89,7 +89,7 @@ Tensor4 attention_weights_backward_meta(TensorArg grad_weights, TensorArg query,
   if (wanted[0]) std::get<0>(grads) = gradient_of(query);
   if (wanted[1]) std::get<1>(grads) = gradient_of(key);
   if (wanted[2]) std::get<2>(grads) = contiguous_like(*options.attn_bias);
-  if (wanted[3]) std::get<3>(grads) = contiguous_like(logsumexp);
+  if (wanted[3]) std::get<3>(grads) = contiguous_like(*options.sinks);
   return grads;
 }
 

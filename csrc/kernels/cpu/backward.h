@@ -30,9 +30,9 @@ struct Backward {
   // K and V of the key block. As pairs K serves the product with Q, in floats the one with dS.
   T *query_rows, *grad_rows, *key_rows;
   In *key_inputs, *value_rows;
-  T *key_sums, *value_sums;   // of the range
-  T *query_sums, *statistic;  // of the query block
-  bool want_query, want_key, want_value, want_statistic, want_scores, want_bias;
+  T *key_sums, *value_sums;  // of the range
+  T *query_sums, *row_sums;  // of the query block
+  bool want_query, want_key, want_value, want_delta, want_scores, want_bias;
   T in_scores_grad;  // the part of the scale that dS already holds: all of it, or 1
 
   // Of the query block at work.
@@ -52,9 +52,9 @@ struct Backward {
     want_query = p.grad_query.defined();
     want_key = p.grad_key.defined();
     want_value = p.grad_value.defined();
-    want_statistic = p.grad_statistics.defined();
+    want_delta = p.new_delta.defined();
     want_bias = bias_with_keys(p);
-    want_scores = want_query || want_key || want_statistic;
+    want_scores = want_query || want_key || want_delta;
     in_scores_grad = p.grad_weights.defined() || want_bias ? T{1} : static_cast<T>(p.scale);
     gradient.allocate(arena, p);
     packed.allocate(arena, p);
@@ -76,7 +76,7 @@ struct Backward {
     key_sums = sums(p.grad_key, p.qk_size, scores_are_scaled());
     value_sums = sums(p.grad_value, p.v_size, true);
     query_sums = arena.take<T>(kBlock * e_padded);
-    statistic = arena.take<T>(kBlock);
+    row_sums = arena.take<T>(kBlock);
   }
 
   // What dQ and dK are still to be multiplied with.
@@ -172,7 +172,7 @@ struct Backward {
     const auto& [problem, h, block, i0, nq, hull, place, places] = at;
     if (want_bias && !turns.wait_for(turns.of_bias(at), turns.bias_place(at))) return false;
     const bool first_of_bias = want_bias && turns.bias_place(at) == 0;
-    if (want_statistic) __builtin_memset(statistic, 0, kBlock * sizeof(T));
+    if (want_delta) __builtin_memset(row_sums, 0, kBlock * sizeof(T));
     Tile<T>& tile = gradient.tile;
     tile.i0 = i0;
     tile.nq = nq;
@@ -209,7 +209,7 @@ struct Backward {
         prefetch_rows<true>(tile.ahead, Rows(p.grad_bias, problem.batch, h, i0, j0), nq, tile.nk);
       }
       gradient.compute(p, problem, h, packed, key_input, value, want_scores, /*with_cap=*/true,
-                       want_statistic ? statistic : nullptr);
+                       want_delta ? row_sums : nullptr);
       bool careful = false;
       if (tile.mixed) {
         if (!checked_queries) finite_queries = finite_query_side();
@@ -344,10 +344,9 @@ struct Backward {
     return true;
   }
 
-  // Behind the last key block of the range: its part of dQ and of the gradient of logsumexp is
-  // done.
+  // Behind the last key block of the range: its part of dQ and of delta is done.
   bool finish_queries(const Visit& at) {
-    if (!want_query && !want_statistic) return true;
+    if (!want_query && !want_delta) return true;
     if (!take_turn(at)) return false;
     const auto& [problem, h, block, i0, nq, hull, place, places] = at;
     const Rows out(p.grad_query, problem.batch, h, problem.q_begin + i0, 0);
@@ -356,10 +355,10 @@ struct Backward {
         query_grad.data != reinterpret_cast<const T*>(out.data)) {
       copy_out<T>(query_grad.data, e_padded, nq, p.qk_size, missing_scale(), out);
     }
-    if (want_statistic) {
+    if (want_delta) {
       for (int64_t x = 0; x < nq; ++x) {
-        T* const to = p.grad_statistics.at<T>(problem.batch, h, problem.q_begin + i0 + x, 0);
-        *to = place > 0 ? *to + statistic[x] : statistic[x];
+        T* const to = p.new_delta.at<T>(problem.batch, h, problem.q_begin + i0 + x, 0);
+        *to = place > 0 ? *to + row_sums[x] : row_sums[x];
       }
     }
     if (turns.state->added != nullptr) turns.pass_on(turns.of_ranges(at), place);
@@ -372,8 +371,8 @@ struct Backward {
       copy_out<T>(query_sums, e_padded, nq, p.qk_size, T{1},
                   Rows(p.grad_query, problem.batch, h, problem.q_begin + i0, 0));
     }
-    for (int64_t x = 0; want_statistic && x < nq; ++x) {
-      *p.grad_statistics.at<T>(problem.batch, h, problem.q_begin + i0 + x, 0) = T{0};
+    for (int64_t x = 0; want_delta && x < nq; ++x) {
+      *p.new_delta.at<T>(problem.batch, h, problem.q_begin + i0 + x, 0) = T{0};
     }
   }
 

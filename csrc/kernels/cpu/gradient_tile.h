@@ -10,14 +10,23 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
-// delta = sum of dO * (O + what rounding took from O) - dlse, of n rows from i on; out holds whole
-// vectors, zeros behind n. Rows of a nearly one-hot softmax are differences of almost equal
-// numbers, which the rounding of a 16-bit O would drown.
+// delta = sum of dO * (O + what rounding took from O) - dlse, of n rows from i on, or p.delta; out
+// holds whole vectors, zeros behind n. Rows of a nearly one-hot softmax are differences of almost
+// equal numbers, which the rounding of a 16-bit O would drown.
 template <class T>
 void row_deltas(const BackwardParams& p, int64_t b, int64_t h, int64_t i, int64_t n, T* out) {
   constexpr int W = kLanes<T>;
   const bool direct = in_lanes<T>(p.grad_output, p.v_size) && in_lanes<T>(p.output, p.v_size);
+  const auto load_rows = [&](const View& view, int64_t x) {
+    T rows[W] = {};
+    for (int64_t r = 0; r < smaller(W, n - x); ++r) rows[r] = *view.at<T>(b, h, i + x + r, 0);
+    return load(rows);
+  };
   for (int64_t x = 0; x < n; x += W) {
+    if (p.delta.defined()) {
+      store(out + x, load_rows(p.delta, x));
+      continue;
+    }
     Vec<T> sums[W] = {};
     for (int64_t r = 0; p.grad_output.defined() && r < smaller(W, n - x); ++r) {
       const Rows grad(p.grad_output, b, h, i + x + r, 0), output(p.output, b, h, i + x + r, 0);
@@ -33,13 +42,7 @@ void row_deltas(const BackwardParams& p, int64_t b, int64_t h, int64_t i, int64_
       }
     }
     Vec<T> total = sum_each<T>(sums);
-    if (p.grad_logsumexp.defined()) {
-      T given[W] = {};
-      for (int64_t r = 0; r < smaller(W, n - x); ++r) {
-        given[r] = *p.grad_logsumexp.at<T>(b, h, i + x + r, 0);
-      }
-      total -= load(given);
-    }
+    if (p.grad_logsumexp.defined()) total -= load_rows(p.grad_logsumexp, x);
     store(out + x, total);
   }
 }
@@ -111,11 +114,11 @@ struct GradientTile {
   }
 
   // Both tiles for the classified block. want_grad: dS is needed; with_cap: dS goes through
-  // softcap's slope (it does for Q and K, not for the bias, which is added behind it). `statistic`,
-  // if given, loses the sum over keys of dS (without that slope).
+  // softcap's slope (it does for Q and K, not for the bias, which is added behind it). `row_sums`,
+  // if given, gains the sum over keys of dS (without that slope).
   void compute(const BackwardParams& p, const Problem& problem, int64_t h,
                const QueryBlock<T, In>& q, const Operand<In>& key, const Operand<In>& value,
-               bool want_grad, bool with_cap, T* statistic) {
+               bool want_grad, bool with_cap, T* row_sums) {
     if (p.dropout.threshold != 0) {
       keep_tile<T>(p.dropout, problem.index, h, tile.i0, tile.lanes, tile.j0, tile.nk, keep,
                    kBlock);
@@ -125,14 +128,14 @@ struct GradientTile {
       if (decoding(p)) score_tile<T>(q.rows, round_up(p.qk_size, W), key, tile, probabilities);
     }
     for_strips<kStripVectors>(static_cast<int>(tile.lanes / W), [&]<int NV>(int v) {
-      strip<NV>(p, problem, h, q, key, value, v * W, want_grad, with_cap, statistic);
+      strip<NV>(p, problem, h, q, key, value, v * W, want_grad, with_cap, row_sums);
     });
   }
 
   template <int NV>
   AE_INLINE void strip(const BackwardParams& p, const Problem& problem, int64_t h,
                        const QueryBlock<T, In>& q, const Operand<In>& key, const Operand<In>& value,
-                       int64_t x, bool want_grad, bool with_cap, T* statistic) {
+                       int64_t x, bool want_grad, bool with_cap, T* row_sums) {
     const KeyRange keys = tile.strip_keys(x, NV * W);
     clear<NV>(probabilities + x, want_grad ? scores_grad + x : nullptr, keys);
     if (keys.begin >= keys.end) return;
@@ -156,10 +159,10 @@ struct GradientTile {
     }
     const bool plain = !tile.mixed && p.softcap == 0 && p.dropout.threshold == 0;
     with_bias_step<T, /*kHide=*/false>(tile, [&](const auto& last) {
-      if (plain && want_grad && statistic == nullptr) {
-        finish<NV, false>(p, q, x, keys, want_grad, with_cap, statistic, last);
+      if (plain && want_grad && row_sums == nullptr) {
+        finish<NV, false>(p, q, x, keys, want_grad, with_cap, row_sums, last);
       } else {
-        finish<NV, true>(p, q, x, keys, want_grad, with_cap, statistic, last);
+        finish<NV, true>(p, q, x, keys, want_grad, with_cap, row_sums, last);
       }
     });
   }
@@ -182,7 +185,7 @@ struct GradientTile {
   template <int NV, bool kGeneral, class Last>
   __attribute__((noinline)) void finish(const BackwardParams& p, const QueryBlock<T, In>& q,
                                         int64_t x, KeyRange keys, bool want_grad, bool with_cap,
-                                        T* statistic, const Last& last) {
+                                        T* row_sums, const Last& last) {
     const bool drop = kGeneral && p.dropout.threshold != 0;
     const bool cap_slope = kGeneral && with_cap && p.softcap > 0;
     const T rescale = static_cast<T>(p.dropout.rescale);
@@ -221,7 +224,7 @@ struct GradientTile {
         store(probabilities + at, kept);
         if (want_grad) store(scores_grad + at, grad);
       }
-      if (kGeneral && statistic != nullptr) store(statistic + lane, load(statistic + lane) - total);
+      if (kGeneral && row_sums != nullptr) store(row_sums + lane, load(row_sums + lane) + total);
     }
   }
 };

@@ -60,7 +60,7 @@ struct Turns {
     return p.bias_size[1] == 1 ? before * p.heads + at.h : before;
   }
 
-  // dQ and the gradient of logsumexp: the ranges of a head add in their order.
+  // dQ and delta: the ranges of a head add in their order.
   AE_INLINE std::atomic<int32_t>& of_ranges(const Visit& at) const {
     const Problem& problem = at.problem;
     int64_t before = 0;  // query blocks of the heads before

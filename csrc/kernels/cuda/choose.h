@@ -42,7 +42,6 @@ AE_INLINE bool tensor_cores_take(const AttentionParams& p, const DeviceLimits& d
 AE_INLINE bool tensor_cores_take(const BackwardParams& p, const DeviceLimits& device) {
   const AttentionParams& forward = p;
   return tensor_cores_take(forward, device) && !p.grad_weights.defined() && p.value.defined() &&
-         !p.grad_statistics.defined() &&
          (!p.grad_output.defined() || rows_are_aligned(p.grad_output));
 }
 

@@ -71,6 +71,12 @@ const char* forward(const AttentionParams& p, void* workspace, const DeviceLimit
 }
 
 const char* backward_delta(const BackwardParams& p, const DeviceLimits& device, void* stream) {
+  if (p.grad_weights.defined()) {
+    BackwardParams pass = p;
+    pass.new_delta = p.delta;
+    pass.delta = pass.grad_query = pass.grad_bias = View{};
+    return backward_queries(pass, device, stream);
+  }
   return for_type(p.type, [&]<class T>() { return Simt<T>::delta(p, device, stream); });
 }
 
@@ -84,7 +90,7 @@ const char* backward_keys(const BackwardParams& p, const DeviceLimits& device, v
 }
 
 const char* backward_queries(const BackwardParams& p, const DeviceLimits& device, void* stream) {
-  if (!p.grad_query.defined() && !p.grad_statistics.defined() && !bias_with_queries(p)) {
+  if (!p.grad_query.defined() && !p.new_delta.defined() && !bias_with_queries(p)) {
     return nullptr;
   }
   if (backward_path(p, device) == Path::kTensorCore) {
@@ -117,14 +123,6 @@ const char* sink_gradient(const BackwardParams& p, const DeviceLimits& device, v
 
 const char* weights(const WeightsParams& p, const DeviceLimits& device, void* stream) {
   return for_type(p.type, [&]<class T>() { return Simt<T>::weights(p, device, stream); });
-}
-
-const char* weights_backward(const BackwardParams& p, void* workspace, const DeviceLimits& device,
-                             void* stream) {
-  const char* error = backward_keys(p, device, stream);
-  if (error == nullptr) error = backward_queries(p, device, stream);
-  if (error == nullptr) error = bias_gradient(p, workspace, device, stream);
-  return error;
 }
 
 }  // namespace attention_ext::kernels::cuda

@@ -42,12 +42,14 @@ const char* forward(const AttentionParams& p, void* workspace, const DeviceLimit
                     void* stream);
 
 // ---- Gradients: the passes run in this order on one stream -------------------------------------
+// Those of weights are the same, with grad_weights in place of grad_output and value.
 
-// delta = rowsum(grad_output * (output + output_residual)) - grad_logsumexp.
+// delta = rowsum(grad_output * (output + output_residual)) - grad_logsumexp, or
+// rowsum(grad_weights * weights).
 const char* backward_delta(const BackwardParams& p, const DeviceLimits& device, void* stream);
 // grad_key, grad_value: those that are given. Deterministic, like all of them.
 const char* backward_keys(const BackwardParams& p, const DeviceLimits& device, void* stream);
-// grad_query, grad_statistics, and grad_bias if bias_with_queries(): those that are given.
+// grad_query, and grad_bias if bias_with_queries(): those that are given.
 const char* backward_queries(const BackwardParams& p, const DeviceLimits& device, void* stream);
 // True if every element of the bias belongs to one (batch, head, row, key), so that
 // backward_queries() writes its gradient on the way and bias_gradient() has nothing to do.
@@ -63,10 +65,6 @@ const char* sink_gradient(const BackwardParams& p, const DeviceLimits& device, v
 // ---- Weights -------------------------------------------------------------------------------
 
 const char* weights(const WeightsParams& p, const DeviceLimits& device, void* stream);
-// The same passes with grad_weights in place of grad_output and value: grad_query, grad_key,
-// grad_statistics and grad_bias, those that are given.
-const char* weights_backward(const BackwardParams& p, void* workspace, const DeviceLimits& device,
-                             void* stream);
 
 // ---- For tests and for `python -m attention_ext` ------------------------------------------------
 

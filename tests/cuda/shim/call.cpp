@@ -37,7 +37,6 @@ struct Call {
         {"grad_key", &p.grad_key},
         {"grad_value", &p.grad_value},
         {"grad_bias", &p.grad_bias},
-        {"grad_statistics", &p.grad_statistics},
         {"weights", &weights},
     };
     const auto found = views.find(name);
@@ -150,8 +149,7 @@ int ae_call_pointer(Call* call, const char* name, void* data) {
 int64_t ae_call_workspace(const Call* call, const char* pass) {
   const std::string n = pass;
   if (n == "forward") return cuda::forward_workspace(call->p, call->device);
-  if (n == "bias" || n == "weights_backward")
-    return cuda::bias_gradient_workspace(call->p, call->device);
+  if (n == "bias") return cuda::bias_gradient_workspace(call->p, call->device);
   return 0;
 }
 
@@ -164,9 +162,6 @@ const char* ae_call_run(Call* call, const char* pass, void* workspace) {
   if (n == "queries") return cuda::backward_queries(p, call->device, nullptr);
   if (n == "bias") return cuda::bias_gradient(p, workspace, call->device, nullptr);
   if (n == "sinks") return cuda::sink_gradient(p, call->device, nullptr);
-  if (n == "weights_backward") {
-    return cuda::weights_backward(p, workspace, call->device, nullptr);
-  }
   if (n == "weights") {
     WeightsParams w;
     static_cast<AttentionParams&>(w) = p;

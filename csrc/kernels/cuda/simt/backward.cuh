@@ -4,8 +4,8 @@
 //             and walks over the query tiles of every head of the group;
 //   queries   a block owns 64 query rows of one head and up to kColumns columns of dQ, and walks
 //   over
-//             the key tiles; the gradient of logsumexp, and of a bias that broadcasts nowhere, are
-//             written on the way.
+//             the key tiles; the gradient of a bias that broadcasts nowhere is written
+//             on the way, or delta of attention weights is all that is.
 // Both rebuild P and dS (scores.cuh). The same kernels serve attention_weights_backward, whose
 // incoming gradient takes the place of dP.
 #pragma once
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Accumulation<T>>)
   const TileAt rows(problem, i0, 0);
   const bool want_query = p.grad_query.defined() && column < p.qk_size;
   const bool want_bias = chunk == 0 && p.grad_bias.defined() && bias_is_full(p);
-  const bool want_statistic = chunk == 0 && p.grad_statistics.defined();
+  const bool want_delta = chunk == 0 && p.new_delta.defined();
   KeyRange keys = p.windowed() && !want_bias ? window_hull(p, problem, i0, i0 + rows.rows - 1)
                                              : KeyRange{0, problem.k_length};
   if (slot.bad) keys = {0, 0};
@@ -148,12 +148,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Accumulation<T>>)
     }
     gradient_pairs<T>(p, problem, h, at, visible, /*want_scores=*/true, shared, pairs);
     if (want_bias) write_bias_pairs(p, problem, h, at, true, pairs.scores);
-    if (want_statistic) {
+    if (want_delta) {
 #pragma unroll
       for (int r = 0; r < kPer; ++r) {
         A& sum = shared.sums[lane.row(r)][lane.x];
 #pragma unroll
-        for (int n = 0; n < kPer; ++n) sum -= pairs.scores[r][n];
+        for (int n = 0; n < kPer; ++n) sum += pairs.scores[r][n];
       }
     }
     if (want_query) {
@@ -166,12 +166,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Accumulation<T>>)
     write_columns<T>(p.grad_query, problem.batch, h, problem.q_begin + i0, rows.rows, column,
                      p.qk_size, static_cast<A>(p.scale), slot.bad, query_grad);
   }
-  if (want_statistic) {
+  if (want_delta) {
 #pragma unroll
     for (int r = 0; r < kPer; ++r) {
       const A total = row_sum(shared.sums[lane.row(r)][lane.x]);
       if (lane.x == 0 && lane.row(r) < rows.rows) {
-        *p.grad_statistics.at<A>(problem.batch, h, problem.q_begin + i0 + lane.row(r), 0) =
+        *p.new_delta.at<A>(problem.batch, h, problem.q_begin + i0 + lane.row(r), 0) =
             slot.bad ? kNan<A> : total;
       }
     }
