@@ -63,7 +63,10 @@ def check(device: Emulator, case: Case | PackedCase, dtype: torch.dtype) -> None
     args, kwargs = case.make(dtype, requires_grad=True)
     op = device.attention if isinstance(case, Case) else device.varlen_attention
     got = evaluate(op, args, kwargs, return_lse=True)
-    assert_accurate(got, *expected(case, dtype), label=str(case))
+    # A thread adds the rows of a key's gradient in turn; what plain attention's largest error is
+    # depends on the processor's matrix product.
+    serial = case.name == "long_queries"
+    assert_accurate(got, *expected(case, dtype), label=str(case), serial=serial)
 
 
 @pytest.fixture(autouse=True)
