@@ -10,13 +10,45 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
+// dO * (O + what rounding took from O) of row i, added up to one vector.
+template <class T>
+AE_INLINE Vec<T> row_products(const BackwardParams& p, int64_t b, int64_t h, int64_t i) {
+  constexpr int W = kLanes<T>;
+  const Rows grad(p.grad_output, b, h, i, 0), output(p.output, b, h, i, 0);
+  const Rows rest(p.output_residual, b, h, i, 0);
+  const bool has_rest = p.output_residual.defined();
+  const auto alike = [&](const Rows& x) {
+    return x.type == grad.type && x.column_stride == grad.column_stride;
+  };
+  Vec<T> sum{};
+  int64_t done = 0;  // columns
+  const auto whole = [&]<class N>() {
+    const N *const g = whole_rows<N>(grad, 0, 0), *const o = whole_rows<N>(output, 0, 0);
+    const N* const left = has_rest ? whole_rows<N>(rest, 0, 0) : nullptr;
+    for (; done + W <= p.v_size; done += W) {
+      Vec<T> exact = load_numbers(o + done);
+      if (left != nullptr) exact += load_numbers(left + done);
+      sum = fma(load_numbers(g + done), exact, sum);
+    }
+  };
+  if (alike(output) && (!has_rest || alike(rest))) with_whole<T>(grad, whole);
+  const auto piece = [&](const Rows& row) {
+    return load_piece<T>(row.at(0, done), row.type, row.column_stride, p.v_size - done);
+  };
+  for (; done < p.v_size; done += W) {
+    Vec<T> exact = piece(output);
+    if (has_rest) exact += piece(rest);
+    sum = fma(piece(grad), exact, sum);
+  }
+  return sum;
+}
+
 // delta = sum of dO * (O + what rounding took from O) - dlse, of n rows from i on, or p.delta; out
 // holds whole vectors, zeros behind n. Rows of a nearly one-hot softmax are differences of almost
 // equal numbers, which the rounding of a 16-bit O would drown.
 template <class T>
 void row_deltas(const BackwardParams& p, int64_t b, int64_t h, int64_t i, int64_t n, T* out) {
   constexpr int W = kLanes<T>;
-  const bool direct = in_lanes<T>(p.grad_output, p.v_size) && in_lanes<T>(p.output, p.v_size);
   const auto load_rows = [&](const View& view, int64_t x) {
     T rows[W] = {};
     for (int64_t r = 0; r < smaller(W, n - x); ++r) rows[r] = *view.at<T>(b, h, i + x + r, 0);
@@ -29,17 +61,7 @@ void row_deltas(const BackwardParams& p, int64_t b, int64_t h, int64_t i, int64_
     }
     Vec<T> sums[W] = {};
     for (int64_t r = 0; p.grad_output.defined() && r < smaller(W, n - x); ++r) {
-      const Rows grad(p.grad_output, b, h, i + x + r, 0), output(p.output, b, h, i + x + r, 0);
-      const Rows rest(p.output_residual, b, h, i + x + r, 0);
-      const auto piece = [&](const Rows& row, int64_t e) {
-        return direct ? load(reinterpret_cast<const T*>(row.data) + e)
-                      : load_piece<T>(row.at(0, e), row.type, row.column_stride, p.v_size - e);
-      };
-      for (int64_t e = 0; e < p.v_size; e += W) {
-        Vec<T> exact = piece(output, e);
-        if (!direct && p.output_residual.defined()) exact += piece(rest, e);
-        sums[r] = fma(piece(grad, e), exact, sums[r]);
-      }
+      sums[r] = row_products<T>(p, b, h, i + x + r);
     }
     Vec<T> total = sum_each<T>(sums);
     if (p.grad_logsumexp.defined()) total -= load_rows(p.grad_logsumexp, x);

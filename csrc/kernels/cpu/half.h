@@ -8,51 +8,59 @@
 namespace attention_ext::kernels {
 namespace ATTENTION_EXT_TIER {
 
-// A vector of floats from or to 16-bit storage.
-AE_INLINE Vec<float> load_bfloat16(const uint16_t* p) {
+// Numbers of 16 bits, as tensors hold them.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+typedef uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2)));
+typedef Vec<uint32_t> Words;
+
+// A vector of numbers of a tensor, in the accumulation type.
+AE_INLINE Vec<double> load_numbers(const double* p) { return load(p); }
+AE_INLINE Vec<float> load_numbers(const float* p) { return load(p); }
+AE_INLINE Vec<float> load_numbers(const BFloat16* p) {
 #if defined(__AVX512F__)
-  const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
-  return (Vec<float>)_mm512_slli_epi32(x, 16);
+  return (Vec<float>)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
 #elif defined(__AVX2__)
-  const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
-  return (Vec<float>)_mm256_slli_epi32(x, 16);
+  return (Vec<float>)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
 #else
-  Vec<float> v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = bfloat16_to_float(p[i]);
-  return v;
+  HalfWords bits;
+  __builtin_memcpy(&bits, p, sizeof(bits));
+  return (Vec<float>)(__builtin_convertvector(bits, Words) << 16);
 #endif
 }
-AE_INLINE Vec<float> load_float16(const uint16_t* p) {
+AE_INLINE Vec<float> load_numbers(const Float16* p) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
   Vec<float> v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = float16_to_float(p[i]);
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = float16_to_float(p[i].bits);
   return v;
 #endif
 }
-AE_INLINE void store_bfloat16(uint16_t* p, Vec<float> v) {
-#if defined(__AVX512F__)
-  const __m512i bits = (__m512i)v;
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
-  const __m512i rounded =
-      _mm512_mask_blend_epi32(nan, _mm512_srli_epi32(sum, 16), _mm512_set1_epi32(0x7fc0));
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
-#else
-  for (int i = 0; i < kLanes<float>; ++i) p[i] = bfloat16_from_float(v[i]);
-#endif
+
+AE_INLINE void store_numbers(double* p, Vec<double> v) { store(p, v); }
+AE_INLINE void store_numbers(float* p, Vec<float> v) { store(p, v); }
+AE_INLINE void store_numbers(BFloat16* p, Vec<float> v) {
+  const Words bits = (Words)v;
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Words word =
+      (Words)select(equal(v, v), (Vec<float>)rounded, (Vec<float>)(Words{} + 0x7fc0));
+  const HalfWords half = __builtin_convertvector(word, HalfWords);
+  __builtin_memcpy(p, &half, sizeof(half));
 }
-AE_INLINE void store_float16(uint16_t* p, Vec<float> v) {
+AE_INLINE void store_numbers(Float16* p, Vec<float> v) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__AVX2__)
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (int i = 0; i < kLanes<float>; ++i) p[i] = float16_from_float(v[i]);
+  for (int i = 0; i < kLanes<float>; ++i) p[i].bits = float16_from_float(v[i]);
 #endif
 }
 
