@@ -23,6 +23,28 @@ REPETITIONS = 15  # at least, whatever time they take
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Seconds a call that a row took, repetition by repetition; `limit` seconds at its limit."""
+
+    spelling: str
+    ours: list[float]
+    other: list[float]
+    limit: float
+    flops: float
+
+    def __add__(self, later: Samples) -> Samples:
+        """Both as one measurement: the best of either counts."""
+        faster = min(self, later, key=lambda samples: min(samples.other))
+        return Samples(
+            faster.spelling,
+            self.ours + later.ours,
+            self.other + later.other,
+            min(self.limit, later.limit),
+            self.flops,
+        )
+
+
+@dataclass(frozen=True)
 class Result:
     """Seconds a call; ratios are the other side's time over ours: more than 1 is faster than it."""
 
@@ -56,6 +78,33 @@ class Result:
             return self.ratio >= self.aim_ratio
         return self.aim is None or self.percent_of_limit >= self.aim
 
+    @classmethod
+    def of(cls, row: Row, samples: Samples) -> Result:
+        mine, other, limit = samples.ours, samples.other, samples.limit
+        ratios = [b / a for a, b in zip(mine, other, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return cls(
+            name=row.name,
+            other=row.other,
+            spelling=samples.spelling,
+            ours_best=min(mine),
+            ours_median=statistics.median(mine),
+            other_best=min(other),
+            other_median=statistics.median(other),
+            ratio=min(other) / min(mine),
+            ratio_median=middle,
+            ratio_low=low,
+            ratio_high=high,
+            must=row.must,
+            limit=row.limit_name,
+            percent_of_limit=100 * limit / min(mine),
+            other_percent_of_limit=100 * limit / min(other),
+            aim=row.aim,
+            aim_ratio=row.aim_ratio,
+            gflops=samples.flops / min(mine) / 1e9,
+            repetitions=len(mine),
+        )
+
     def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "passed": self.passed, "reached_aim": self.reached_aim}
 
@@ -69,7 +118,7 @@ def fma_peak(threads: int, double: bool) -> float:
     return float(torch.ops.attention_ext._fma_peak(threads, double))
 
 
-def measure(row: Row, *, seconds: float, threads: int) -> Result:
+def measure(row: Row, *, seconds: float, threads: int) -> Samples:
     """Times one row for about `seconds`, at least fifteen repetitions."""
     prepared = row.work.prepare()
     _check_same(row.name, prepared)
@@ -90,32 +139,7 @@ def measure(row: Row, *, seconds: float, threads: int) -> Result:
             done += 1
     finally:
         gc.enable()
-
-    mine, other = sides[0].times, sides[1].times
-    ratios = [b / a for a, b in zip(mine, other, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    limit = limit_seconds()
-    return Result(
-        name=row.name,
-        other=row.other,
-        spelling=spelling,
-        ours_best=min(mine),
-        ours_median=statistics.median(mine),
-        other_best=min(other),
-        other_median=statistics.median(other),
-        ratio=min(other) / min(mine),
-        ratio_median=middle,
-        ratio_low=low,
-        ratio_high=high,
-        must=row.must,
-        limit=row.limit_name,
-        percent_of_limit=100 * limit / min(mine),
-        other_percent_of_limit=100 * limit / min(other),
-        aim=row.aim,
-        aim_ratio=row.aim_ratio,
-        gflops=prepared.flops / min(mine) / 1e9,
-        repetitions=done,
-    )
+    return Samples(spelling, sides[0].times, sides[1].times, limit_seconds(), prepared.flops)
 
 
 class _Side:
