@@ -322,6 +322,30 @@ def test_infinite_scores_become_nan(rows: int) -> None:
 # Numbers.
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("rows", [1, 50])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_results_are_rounded_to_nearest_even(
+    dtype: torch.dtype, rows: int, stride: int
+) -> None:
+    """Numbers of any bits: a mean of two values, and a gradient that two heads share."""
+    size = 77  # whole vectors and a rest
+    bits = torch.randint(-(2**15), 2**15, (2, 2, 4, 2, size * stride), dtype=torch.int16)
+    values, grads = bits.view(dtype)[..., ::stride]
+    query = torch.zeros(2, 4, rows, 8, dtype=dtype)
+    out = ae.attention(query, query[:, :, :2].expand(2, 4, 2, 8), values)
+    mean = (values[:, :, 0].float() + values[:, :, 1].float()) / 2
+    torch.testing.assert_close(out[:, :, -1], mean.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+    grad = torch.zeros(2, 4, rows, size * stride, dtype=dtype)[..., ::stride]
+    grad[:, :, 0] = grads[:, :, 0]
+    value = torch.zeros(2, 2, 1, size, dtype=dtype).requires_grad_()
+    out = ae.attention(query, query[:, :2, :1], value)
+    (found,) = torch.autograd.grad(out, value, grad)
+    total = grad[:, ::2, 0].float() + grad[:, 1::2, 0].float()
+    torch.testing.assert_close(found[:, :, 0], total.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("rows", [1, 50])
 def test_large_float16_inputs_do_not_overflow(rows: int) -> None:
     (q, k, v), _ = Case("large", rows, 120, 128).make(torch.float16)

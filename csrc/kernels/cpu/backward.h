@@ -13,6 +13,7 @@
 
 #include "kernels/cpu/careful.h"
 #include "kernels/cpu/gradient_tile.h"
+#include "kernels/cpu/rows_ahead.h"
 #include "kernels/cpu/turns.h"
 
 namespace attention_ext::kernels {
@@ -40,6 +41,8 @@ struct Backward {
   bool fresh_query_sums;  // nothing has been added to its dQ yet, by any range
   bool has_turn;          // its dQ is this range's to add to
   // Of the item at work.
+  KeyRange owned;
+  int64_t next_item;  // that comes after it on this thread, or about there; -1 if none does
   Target<T> query_grad, key_grad, value_grad;
   bool fresh_key_sums[8];  // by key block of the range
 
@@ -86,16 +89,17 @@ struct Backward {
 
   AE_INLINE bool scores_are_scaled() const { return missing_scale() == T{1}; }
 
-  void item(int64_t index, int64_t& visited) {
+  void item(int64_t index, int64_t next, int64_t& visited) {
     const auto [n, g, r] = range_index(p, index, turns.state->heads_at_once);
     const Problem problem = p.problem(n);
     const KeyRanges ranges(p, problem.k_length);
-    const KeyRange keys = ranges.keys(r);
+    owned = ranges.keys(r);
+    next_item = next < turns.queue->count ? next : -1;
     const int64_t rows = query_block(problem.q_length);
     const int64_t blocks = blocks_of(problem.q_length, rows);
     // With one query block nothing is added to a key's gradient later.
     const bool once = blocks * p.group() == 1;
-    const int64_t key_row = problem.k_begin + keys.begin;
+    const int64_t key_row = problem.k_begin + owned.begin;
     key_grad =
         target(once, scores_are_scaled(), p.grad_key, problem, g, key_row, p.qk_size, key_sums);
     value_grad = target(once, true, p.grad_value, problem, g, key_row, p.v_size, value_sums);
@@ -113,43 +117,11 @@ struct Backward {
         if (r < first || r > last) continue;
         const Visit visit{problem, h, b, i0, nq, hull, r - first, last - first + 1};
         gradient.tile.ahead.forget();
-        if (b + 1 == blocks && h + 1 == (g + 1) * p.group() && worth_prefetching(problem)) {
-          prefetch_keys(problem, g, keys);
-        }
-        if (!query_block_with(visit, keys, visited)) return;
+        if (!query_block_with(visit, visited)) return;
       }
     }
-    write_keys(problem, g, keys.begin, keys.end - keys.begin);
+    write_keys(problem, g, owned.begin, owned.end - owned.begin);
     turns.release_sums(problem, g);
-  }
-
-  // Rows that are soon to be written or read. Those of one head lie far apart in the usual layouts,
-  // which the hardware does not foresee.
-  AE_INLINE void prefetch_keys(const Problem& problem, int64_t g, KeyRange keys) {
-    const int64_t row = problem.k_begin + keys.begin, count = keys.end - keys.begin;
-    const auto ask = [&](const View& view, int64_t columns) {
-      prefetch_rows<true>(gradient.tile.ahead, Rows(view, problem.batch, g, row, 0), count,
-                          columns);
-    };
-    if (want_key) ask(p.grad_key, p.qk_size);
-    if (want_value) ask(p.grad_value, p.v_size);
-  }
-  AE_INLINE void prefetch_queries(const Visit& at) {
-    Ahead& ahead = gradient.tile.ahead;
-    const int64_t row = at.problem.q_begin + at.i0, next = row + at.nq;
-    if (want_query && at.place + 1 == at.places) {
-      prefetch_rows<true>(ahead, Rows(p.grad_query, at.problem.batch, at.h, row, 0), at.nq,
-                          p.qk_size);
-    }
-    const int64_t left = smaller(at.nq, at.problem.q_length - at.i0 - at.nq);
-    if (left <= 0) return;
-    const auto ask = [&](const View& view, int64_t columns) {
-      if (!view.defined()) return;
-      prefetch_rows<false>(ahead, Rows(view, at.problem.batch, at.h, next, 0), left, columns);
-    };
-    ask(p.query, p.qk_size);
-    ask(p.grad_output, p.v_size);
-    ask(p.output, p.v_size);
   }
 
   // Whether a gradient is summed where it is to be in the end: whole vectors of adjacent rows, and
@@ -168,7 +140,7 @@ struct Backward {
   }
 
   // The products of one query block with the keys of the range. False if another thread has failed.
-  bool query_block_with(const Visit& at, KeyRange keys, int64_t& visited) {
+  bool query_block_with(const Visit& at, int64_t& visited) {
     const auto& [problem, h, block, i0, nq, hull, place, places] = at;
     if (want_bias && !turns.wait_for(turns.of_bias(at), turns.bias_place(at))) return false;
     const bool first_of_bias = want_bias && turns.bias_place(at) == 0;
@@ -178,8 +150,9 @@ struct Backward {
     tile.nq = nq;
     has_turn = false;
     bool have_queries = false, checked_queries = false, finite_queries = true;
-    const int64_t step = key_block(problem.k_length), k_begin = keys.begin;
-    keys = {larger(keys.begin, hull.begin / step * step), smaller(keys.end, hull.end)};
+    const int64_t step = key_block(problem.k_length);
+    const KeyRange keys{larger(owned.begin, hull.begin / step * step),
+                        smaller(owned.end, hull.end)};
     for (int64_t j0 = keys.begin; j0 < keys.end; j0 += step) {
       tile.j0 = j0;
       tile.nk = smaller(step, problem.k_length - j0);
@@ -193,7 +166,7 @@ struct Backward {
       ++visited;
       if (!have_queries) {
         pack_queries(problem, h);
-        if (worth_prefetching(problem)) prefetch_queries(at);
+        RowsAhead(p, tile.ahead).ask(at, owned, next_item, turns.state->heads_at_once);
       }
       have_queries = true;
       const Operand<T> key = tile_operand(p, p.key, in_near_lanes<T>(p.key, p.qk_size), problem, h,
@@ -216,7 +189,7 @@ struct Backward {
         checked_queries = true;
         careful = !finite_queries || !all_finite(key.data, tile.nk, e_padded, key.stride);
       }
-      add_to_keys(j0 - k_begin, step, careful);
+      add_to_keys(j0 - owned.begin, step, careful);
       if (want_query) {
         if (!take_turn(at)) return false;
         add_to_queries(key, careful);

@@ -77,15 +77,6 @@ struct OutputRows {
   AE_INLINE const Rows* rest_or_null() const { return keep_rest ? &rest : nullptr; }
 };
 
-// The rows of a result that is long in the making: they lie far apart.
-AE_INLINE void prefetch_output(Ahead& ahead, const AttentionParams& p, const Problem& problem,
-                               int64_t h, int64_t i0, int64_t nq) {
-  if (!worth_prefetching(problem)) return;
-  const OutputRows to(p, problem, h, i0);
-  prefetch_rows<true>(ahead, to.output, nq, p.v_size);
-  if (to.rest_or_null() != nullptr) prefetch_rows<true>(ahead, to.rest, nq, p.v_size);
-}
-
 // A query block whose keys were not split.
 template <class T>
 void finish(const AttentionParams& p, const Problem& problem, int64_t h, int64_t i0, int64_t nq,

@@ -159,8 +159,13 @@ AE_INLINE int64_t bias_turns(const BackwardParams& p) {
          backward_ranges(p);
 }
 
-// Whether rows are asked for ahead of their use: a single block is done before they arrive.
-AE_INLINE bool worth_prefetching(const Problem& problem) { return problem.k_length > kBlock; }
+// Work on a single key block is done before what it asks for arrives, so the work before it asks
+// for the rows of its results as well.
+AE_INLINE bool single_key_block(const Problem& problem) { return problem.k_length <= kBlock; }
+
+// Keys of the head that comes next that the forward kernel asks for: more would push out what the
+// head at work needs.
+constexpr int64_t kKeysAhead = 4 * kBlock;
 
 // The query blocks of all problems, those of a head together: which one is `item`?
 struct BlockIndex {

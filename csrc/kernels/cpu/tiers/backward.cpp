@@ -58,8 +58,9 @@ void keys(const BackwardParams& p, BackwardState& state, WorkQueue& queue, void*
   kernel.turns.state = &state;
   kernel.turns.queue = &queue;
   int64_t visited = 0;
-  const auto item = [&](int64_t index) { kernel.item(index, visited); };
   const bool waits = backward_ranges(p) > 1 || bias_with_keys(p);
+  const int64_t step = waits ? queue.takers : 1;
+  const auto item = [&](int64_t index) { kernel.item(index, index + step, visited); };
   waits ? queue.for_each_in_turn(item) : queue.for_each(item);
   if (p.visited != nullptr) p.visited->fetch_add(visited);
 }

@@ -1,5 +1,6 @@
 // Entry points of the forward kernels of one tier. Compiled once per tier.
 #include "kernels/cpu/decode.h"
+#include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/tiers/entries.h"
 
 namespace attention_ext::kernels {
@@ -47,28 +48,68 @@ void decode(const AttentionParams& p, void* partials, WorkQueue& queue, void* me
   if (p.visited != nullptr) p.visited->fetch_add(visited);
 }
 
+// The rows of a query block.
+struct QueryRows {
+  Problem problem;
+  int64_t head, i0, nq;
+  bool first;  // of its head
+
+  AE_INLINE QueryRows(const AttentionParams& p, const BlockIndex& at)
+      : problem(p.problem(at.problem)), head(at.head), first(at.block == 0) {
+    const int64_t rows = query_block(problem.q_length);
+    // Last rows first: under a causal mask they are the longest.
+    i0 = (blocks_of(problem.q_length, rows) - 1 - at.block) * rows;
+    nq = smaller(rows, problem.q_length - i0);
+  }
+};
+
+AE_INLINE void prefetch_output(Ahead& ahead, const AttentionParams& p, const QueryRows& at) {
+  const OutputRows to(p, at.problem, at.head, at.i0);
+  prefetch_rows<true>(ahead, to.output, at.nq, p.v_size);
+  if (to.rest_or_null() != nullptr) prefetch_rows<true>(ahead, to.rest, at.nq, p.v_size);
+}
+// What the query block that comes next is going to read.
+AE_INLINE void prefetch_inputs(Ahead& ahead, const AttentionParams& p, const QueryRows& next) {
+  const int64_t b = next.problem.batch, g = next.head / p.group();
+  const Rows query(p.query, b, next.head, next.problem.q_begin + next.i0, 0);
+  prefetch_rows<false>(ahead, query, next.nq, p.qk_size);
+  if (!next.first || next.head % p.group() != 0) return;
+  const KeyRange hull = p.windowed() ? window_hull(p, next.problem, next.i0, next.i0 + next.nq - 1)
+                                     : KeyRange{0, next.problem.k_length};
+  const int64_t row = next.problem.k_begin + hull.begin;
+  const int64_t keys = smaller(hull.end - hull.begin, kKeysAhead);
+  prefetch_rows<false>(ahead, Rows(p.key, b, g, row, 0), keys, p.qk_size);
+  prefetch_rows<false>(ahead, Rows(p.value, b, g, row, 0), keys, p.v_size);
+}
+
 template <class T, class In = T>
 void run(const AttentionParams& p, void* partials, WorkQueue& queue, void* memory) {
   Arena arena{static_cast<char*>(memory)};
   Forward<T, In> forward(p, arena);
   const int64_t splits = forward_splits(p);
   int64_t visited = 0;
+  const auto prefetch = [&](const QueryRows& at, int64_t next) {
+    Ahead& ahead = forward.tile.ahead;
+    if (!single_key_block(at.problem)) prefetch_output(ahead, p, at);
+    if (next >= queue.count) return;
+    const QueryRows then(p, block_index(p, next));
+    const bool is_short = single_key_block(then.problem);
+    if (is_short && !streams_of_short_heads_are_slow()) return;
+    prefetch_inputs(ahead, p, then);
+    if (is_short) prefetch_output(ahead, p, then);
+  };
   queue.for_each([&](int64_t item) {
-    const BlockIndex at = block_index(p, item / splits);
-    const Problem problem = p.problem(at.problem);
-    const int64_t rows = query_block(problem.q_length);
-    // Last rows first: under a causal mask they are the longest.
-    const int64_t i0 = (blocks_of(problem.q_length, rows) - 1 - at.block) * rows;
-    const int64_t nq = smaller(rows, problem.q_length - i0);
+    const QueryRows at(p, block_index(p, item / splits));
     const int64_t split = item % splits;
     forward.tile.ahead.forget();
-    if (splits == 1) prefetch_output(forward.tile.ahead, p, problem, at.head, i0, nq);
-    forward.query_rows(problem, at.head, i0, nq, split_keys(p, problem, split), visited);
+    if (splits == 1) prefetch(at, item + 1);
+    forward.query_rows(at.problem, at.head, at.i0, at.nq, split_keys(p, at.problem, split),
+                       visited);
     if (splits == 1) {
-      finish<T>(p, problem, at.head, i0, nq, forward.part);
+      finish<T>(p, at.problem, at.head, at.i0, at.nq, forward.part);
     } else {
-      save_split<T>(p, nq, forward.part,
-                    SplitResult<T>(partials, p, at.problem * p.heads + at.head, split));
+      save_split<T>(p, at.nq, forward.part,
+                    SplitResult<T>(partials, p, at.problem.index * p.heads + at.head, split));
     }
   });
   if (p.visited != nullptr) p.visited->fetch_add(visited);
