@@ -5,6 +5,7 @@
 // options and masks work on the same tiles as everywhere.
 #pragma once
 
+#include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/finish.h"
 #include "kernels/cpu/row_values.h"
 
@@ -107,8 +108,14 @@ struct Decode {
   void together(const Operand<T>& key, const Operand<T>& value) {
     const int64_t rows = heads * p.q_length;
     T shrink[kDecodeRowsAtOnce];
+    tile.ahead.forget();
+    if (rows >= 4 && value.data != value_rows && short_streams_are_slow()) {
+      tile.ahead.add(reinterpret_cast<const char*>(value.data), value.stride * sizeof(T), tile.nk,
+                     p.v_size * sizeof(T), /*write=*/false);
+    }
     for_row_groups<T>(rows, [&]<int NR>(int64_t r) {
-      row_scores<T, NR>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock);
+      row_scores<T, NR>(query + r * e_padded, e_padded, key, tile.nk, lines + r * kBlock,
+                        &tile.ahead);
     });
     for_row_groups<T>(rows, [&]<int NR>(int64_t r) { softmax_rows<NR>(r, shrink + r); });
     for (int64_t n = 0; n < heads; ++n) note_seen(tile, part(n));

@@ -75,11 +75,13 @@ bool products_of_pairs_are_fast() {
 
 }  // namespace
 
-// One thread, B1 H512 S32 D64, next head's rows asked for against not: on Zen 3, in a virtual
-// machine, the forward pass takes 0.62 of the time and the backward pass 0.77; on Emerald Rapids
-// 1.01 to 1.06, and the same. Heads of several key blocks are asked for everywhere: with 128 keys
-// 0.90 and 0.97 on Zen 3, the same on Emerald Rapids.
-bool streams_of_short_heads_are_slow() {
+// Asked for against not, on Zen 3 in a virtual machine, one thread: heads of 32 keys (B1 H512 D64)
+// take 0.65 of the time forward and 0.77 backward; a key head of 4,096 keys for eight query heads
+// 0.7 (D128). Two threads on an idle machine: 0.92 to 0.97 of the latter. On Emerald Rapids the
+// forward pass took 1.01 to 1.06, the backward pass the same; decoding was not measured. Heads of
+// several key blocks are asked for everywhere: with 128 keys 0.90 and 0.96 on Zen 3, the same on
+// Emerald Rapids.
+bool short_streams_are_slow() {
 #if defined(__x86_64__)
   static const bool amd = __builtin_cpu_is("amd");
   return amd;

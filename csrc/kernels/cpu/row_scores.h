@@ -83,16 +83,18 @@ AE_INLINE void score_keys(const T* q, int64_t e_padded, const T* a, const T* b, 
 
 // to[y * NR + r] = row r of q . key y. `key` rows are whole vectors, padded with zeros; every sum
 // runs over them in order. The keys are read at two places in turn, since the hardware fetches some
-// lines ahead of each: two places have twice as much of memory on its way.
+// lines ahead of each: two places have twice as much of memory on its way. `ahead` is asked for
+// between keys.
 template <class T, int NR>
 __attribute__((noinline)) void row_scores(const T* q, int64_t e_padded, const Operand<T>& key,
-                                          int64_t nk, T* to) {
+                                          int64_t nk, T* to, Ahead* ahead = nullptr) {
   constexpr int NK = kKeysAtOnce<T, NR>;
   const T* const a = key.data;
   const int64_t ldk = key.stride, half = nk / NK * (NK / 2);
   for (int64_t y = 0; y < half; y += NK / 2) {
     const int64_t z = half + y;
     score_keys<T, NR, NK>(q, e_padded, a + y * ldk, a + z * ldk, ldk, to + y * NR, to + z * NR);
+    if (ahead != nullptr) ahead->some();
   }
   for (int64_t y = 2 * half; y < nk; ++y) {
     score_keys<T, NR, 1>(q, e_padded, a + y * ldk, a, ldk, to + y * NR, to + y * NR);

@@ -94,7 +94,7 @@ void run(const AttentionParams& p, void* partials, WorkQueue& queue, void* memor
     if (next >= queue.count) return;
     const QueryRows then(p, block_index(p, next));
     const bool is_short = single_key_block(then.problem);
-    if (is_short && !streams_of_short_heads_are_slow()) return;
+    if (is_short && !short_streams_are_slow()) return;
     prefetch_inputs(ahead, p, then);
     if (is_short) prefetch_output(ahead, p, then);
   };
