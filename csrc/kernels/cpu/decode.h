@@ -119,11 +119,10 @@ struct Decode {
     });
     for_row_groups<T>(rows, [&]<int NR>(int64_t r) { softmax_rows<NR>(r, shrink + r); });
     for (int64_t n = 0; n < heads; ++n) note_seen(tile, part(n));
-    // So many values of each quarter lie in the first cache when the next rows come to them.
-    constexpr int64_t kAtOnce = 8;
-    const int64_t quarter = quarter_of(tile.nk);
-    for (int64_t y = 0; y < quarter; y += kAtOnce) {
-      const KeyRange keys{y, smaller(quarter, y + kAtOnce)};
+    // Of each quarter, so many values lie in the first cache when the next rows come to them.
+    const int64_t quarter = quarter_of(tile.nk), step = rows == 1 ? quarter : 8;
+    for (int64_t y = 0; y < quarter; y += step) {
+      const KeyRange keys{y, smaller(quarter, y + step)};
       for_row_groups<T>(rows, [&]<int NR>(int64_t r) {
         row_values<T, NR>(value, tile.nk, keys, ev_padded, lines + r * kBlock, shrink + r,
                           output + r * ev_padded, [](int64_t) { return true; });

@@ -60,16 +60,28 @@ __attribute__((noinline)) void row_values(const Operand<T>& value, int64_t nk, K
                                           T* output, Visible&& visible) {
   constexpr int W = kLanes<T>, kMost = kMostVectors<NR>;
   int64_t e = 0;
+  KeyRange some = keys;
   const auto take = [&]<int N>() __attribute__((always_inline)) {
     const Operand<T> columns_from_e{value.data + e, value.stride};
-    value_vectors<T, NR, N>(columns_from_e, nk, keys, prob, shrink, output + e, columns, visible);
+    value_vectors<T, NR, N>(columns_from_e, nk, some, prob, shrink, output + e, columns, visible);
     e += N * W;
   };
-  while (e + kMost * W <= columns) take.template operator()<kMost>();
-  if constexpr (kMost > 4) {
-    if (e + 4 * W <= columns) take.template operator()<4>();
+  const auto all_columns = [&]() __attribute__((always_inline)) {
+    e = 0;
+    while (e + kMost * W <= columns) take.template operator()<kMost>();
+    if constexpr (kMost > 4) {
+      if (e + 4 * W <= columns) take.template operator()<4>();
+    }
+    while (e < columns) take.template operator()<1>();
+  };
+  // A single row reads values as they come from memory: all columns of a few keys before the next
+  // ones, or the hardware fetches what is not wanted yet. Zen 3, D128, one thread: 0.82 of the
+  // time.
+  const int64_t step = NR == 1 && columns > kMost * W ? 2 : larger(1, keys.end - keys.begin);
+  for (; some.begin < keys.end; some.begin += step) {
+    some.end = smaller(keys.end, some.begin + step);
+    all_columns();
   }
-  while (e < columns) take.template operator()<1>();
 }
 
 }  // namespace ATTENTION_EXT_TIER
