@@ -5,7 +5,6 @@
 // options and masks work on the same tiles as everywhere.
 #pragma once
 
-#include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/finish.h"
 #include "kernels/cpu/row_values.h"
 

@@ -13,8 +13,4 @@ namespace attention_ext::kernels {
 // Returns null and an explanation if the forced tier cannot run here.
 const CpuKernels* select_kernels(const char* forced, const char* aten_limit, const char** why);
 
-// Whether reading some kilobytes in a row and then others elsewhere is slow unless they are asked
-// for: the heads of short sequences, and keys and values in turn when decoding.
-bool short_streams_are_slow();
-
 }  // namespace attention_ext::kernels

@@ -1,6 +1,5 @@
 // Entry points of the forward kernels of one tier. Compiled once per tier.
 #include "kernels/cpu/decode.h"
-#include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/tiers/entries.h"
 
 namespace attention_ext::kernels {
